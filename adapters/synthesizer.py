@@ -61,19 +61,42 @@ _MAX_SECONDS = 30.0
 _SPARK = Synthesis(reference_rate=16_000, rate=16_000, max_seconds=10.0, overlap=0.1)
 _F5 = Synthesis(reference_rate=24_000, rate=24_000, max_seconds=43.7, with_reference=True)
 _COSYVOICE = Synthesis(reference_rate=16_000, rate=24_000, max_seconds=30.0)
+# CosyVoice 2 with DiT and CosyVoice 3 keep what they compute of a recording by its text alone.
+_COSYVOICE_DIT = Synthesis(reference_rate=16_000, rate=24_000, max_seconds=30.0, voices_by_transcript=True)
+_COSYVOICE_3 = Synthesis(reference_rate=16_000, rate=24_000, max_seconds=30.0, voices_by_transcript=True)
 _OTHER = Synthesis(rate=0, max_seconds=_MAX_SECONDS)
 
 
-def _zero_shot(config: ModelConfig) -> Synthesis:
-    """Return the kind of a zero-shot synthesizer by the names of its parameters."""
+def _zero_shot(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> Synthesis:
+    """
+    Return the kind of a zero-shot synthesizer by the names of its parameters.
+
+    All of CosyVoice have the same config. They differ in the models that their code calls, which are in *repository*.
+    """
     names = config.parameters.keys()
     if names & {"audio_tokenizer_frame_rate", "stream_factor"}:
         return _SPARK
     if {"vocab_file", "vocoder"} <= names:
         return _F5
-    if "model_dir" in names:
-        return _COSYVOICE
-    return _OTHER
+    if "model_dir" not in names:
+        return _OTHER
+    if "token2wav_dit" in repository:
+        return _COSYVOICE_DIT
+    if "vocoder" in repository:
+        return _COSYVOICE_3
+    return _COSYVOICE
+
+
+def _has_own_voice(config: ModelConfig, kind: Synthesis) -> bool:
+    """
+    Return whether a zero-shot synthesizer speaks without a recording.
+
+    F5-TTS and two of CosyVoice declare a part of the recording as optional, but their code requires it. Only the code
+    of CosyVoice 2 without DiT has a speaker of its own (``spk2info.pt``).
+    """
+    if kind in (_F5, _COSYVOICE_DIT, _COSYVOICE_3):
+        return False
+    return all(config.inputs[name].optional for name in (_REFERENCE, _LENGTH, _SAID) if name in config.inputs)
 
 
 def _is_zero_shot(config: ModelConfig) -> bool:
@@ -109,7 +132,8 @@ class Synthesizer(DescribedAdapter):
         described = mapping is not None and mapping.describes
         self._zero_shot = _is_zero_shot(config) and not described
         if self._zero_shot:
-            kind = _zero_shot(config)
+            kind = _zero_shot(config, self.repository)
+            _check_transfer(config, self.repository)
         else:
             kind = _OTHER
         if self._zero_shot:
@@ -130,24 +154,25 @@ class Synthesizer(DescribedAdapter):
         if self._zero_shot:
             reference_rate = audio.reference_sample_rate or _declared(config) or kind.reference_rate
         self._check_rates(rate, reference_rate)
-        voice = _REFERENCE if self._zero_shot else self._inputs.get(_VOICE)
-        own = voice is None or config.inputs[voice].optional or voice in constant_values
+        if self._zero_shot:
+            own = _has_own_voice(config, kind) or _REFERENCE in constant_values
+        else:
+            voice = self._inputs.get(_VOICE)
+            own = voice is None or config.inputs[voice].optional or voice in constant_values
         overlap = audio.overlap_seconds
         if overlap is None:
             if kind is not _OTHER and config.decoupled:
                 overlap = _overlap(config, kind.overlap)
             else:
                 overlap = 0.0
-        # CosyVoice2 with DiT and CosyVoice3, which do without a recording.
-        cached = kind is _COSYVOICE and own
-        self._takes_prompt = cached and "vocoder" in self.repository
+        self._takes_prompt = kind is _COSYVOICE_3
         synthesis = Synthesis(
             rate=0 if self._gives_files else rate,
             max_seconds=audio.max_seconds or kind.max_seconds,
             with_reference=kind.with_reference and audio.max_seconds is None,
             overlap=overlap,
             reference_rate=reference_rate,
-            voices_by_transcript=cached,
+            voices_by_transcript=kind.voices_by_transcript,
             voice_type=self._voice_type,
             has_own_voice=own,
         )
@@ -260,6 +285,17 @@ class Synthesizer(DescribedAdapter):
             return array(ARRAY_CODES[datatype], numbers).tobytes()
         except (TypeError, OverflowError, KeyError) as error:
             raise response.invalid(f"the output '{name}' is not {datatype}") from error
+
+
+def _check_transfer(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+    """Raise :class:`ConfigurationError` for a model whose code only streams, and whose config does not."""
+    only_streams = "model_dir" in config.parameters and "token2wav_dit" in repository
+    # With both of these models, it may be CosyVoice 2 without DiT.
+    if only_streams and "token2wav" not in repository and not config.decoupled:
+        raise ConfigurationError(
+            f"The code of the model '{config.name}' (CosyVoice 2 with DiT) only streams: fill its config.pbtxt with "
+            "decoupled_mode:True."
+        )
 
 
 def _declared(config: ModelConfig) -> int | None:

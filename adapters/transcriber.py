@@ -16,9 +16,9 @@ import re
 import secrets
 import wave
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ from triton_openai.adapters._common.base import Capabilities, Recognition, requi
 from triton_openai.adapters._common.tensor_mapping import Kind
 from triton_openai.errors import ConfigurationError, InvalidAnswer, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
-from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, blank_between, code_of
 from triton_openai.triton.tensors import ARRAY_CODES, InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
@@ -42,6 +42,8 @@ _IDS = "ids"
 _PROMPT = "prompt"
 _TEXT = "text"
 _SEGMENTS = "segments"
+_WORDS = "words"
+_LOGPROBS = "logprobs"
 # What the public repositories call them.
 _INPUTS: Mapping[str, str] = {
     _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
@@ -50,7 +52,9 @@ _INPUTS: Mapping[str, str] = {
 _OUTPUTS: Mapping[str, str] = {_TEXT: "TRANSCRIPTS", _IDS: "OUTPUT_IDS"}
 #: What the settings can name.
 INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text"}
-OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text"}
+OUTPUTS: Mapping[str, Kind] = {
+    _TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text", _WORDS: "text", _LOGPROBS: "text",
+}  # fmt: skip
 # SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO = "auto"
@@ -71,8 +75,15 @@ _SUBSAMPLED = 4
 _PADDED = 10.0
 # The name that sherpa's code for Whisper calls its engine by.
 _ENGINE = "whisper"
+# The token that every tokenizer of Whisper's has.
+_START = "<|startoftranscript|>"
+# What the encoder of sherpa's speech LLM returns.
+_SPEECH_FEATURES = "speech_features"
+# What the last step of a streaming Paraformer takes: by these weights it finds the words that are new.
+_NEW_WORDS = "alphas"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
 _LOUDEST_PCM = 32_767
+_Item = TypeVar("_Item")
 # The longest recording that a segment can be in: ten days.
 _MAX_SECONDS = 864_000
 
@@ -97,7 +108,7 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     Source: the code for features of sherpa, WeNet and FunASR: the first part makes as many frames as the encoder
     reads at once, and each further part as many as it advances by.
     """
-    parameters = {name: float(config.parameter(name) or usual) for name, usual in _FRAMING.items()}
+    parameters = {name: _number(config, name, usual) for name, usual in _FRAMING.items()}
     window = next((spec.dims[0] for spec in config.outputs.values() if len(spec.dims) == 2), 0)
     rate = rate or int(parameters["sample_rate"])
     shift = int(parameters["frame_shift_ms"] * rate / 1000)
@@ -109,6 +120,37 @@ def _framing(config: ModelConfig, rate: int | None) -> tuple[int, tuple[int, int
     if part and window > 0:
         return (rate, (part + -(-missing // shift) * shift, part))
     return None
+
+
+def _number(config: ModelConfig, name: str, usual: float) -> float:
+    """Return the parameter *name*, *usual* without one. Raises :class:`ConfigurationError`."""
+    value = config.parameter(name)
+    if value is None:
+        return usual
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The parameter '{name}' of the model '{config.name}' is '{value}', which is not a number: fill in the "
+            "template of its config.pbtxt."
+        ) from error
+
+
+def _is_speech_llm(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> bool:
+    """
+    Return whether a model is sherpa's front of a speech LLM, which has the tensors of the one of Whisper.
+
+    Source: k2-fsa/sherpa, ``triton/speech_llm``. Its code reads no prefix, and calls an encoder of speech beside it.
+    The front of Whisper has ``engine_dir``, from where it reads its tokenizer.
+    """
+    if _INPUTS[_PREFIX] not in config.inputs or "engine_dir" in config.parameters:
+        return False
+    return any(_SPEECH_FEATURES in other.outputs for other in repository.values())
+
+
+def _answers_in_new_words(config: ModelConfig) -> bool:
+    """Return whether a streaming model answers with new words only, as Paraformer does (modelscope/FunASR)."""
+    return any(_NEW_WORDS in step.input_map for step in config.steps)
 
 
 class Transcriber(tensors.DescribedAdapter):
@@ -134,8 +176,13 @@ class Transcriber(tensors.DescribedAdapter):
         self._inputs = inputs
         self._outputs = outputs
         self._ids = _IDS in inputs
-        self._whisper = self._ids or _PREFIX in inputs
-        self._text = "cumulative" if mapping is None else mapping.text
+        self._whisper = self._ids or (_PREFIX in inputs and not _is_speech_llm(config, self.repository))
+        if mapping is not None:
+            self._text = mapping.text
+        elif _answers_in_new_words(config):
+            self._text = "delta"
+        else:
+            self._text = "cumulative"
         spec = inputs[_AUDIO]
         whole = spec.datatype in ("BYTES", "UINT8")
         self._form = audio.form or ("file" if whole else "samples")
@@ -174,6 +221,7 @@ class Transcriber(tensors.DescribedAdapter):
         self.capabilities = Capabilities(
             streaming=(config.decoupled or self._parts is not None) and not self._ids,
             tokens=self._ids,
+            tokenizer_has=(_START,) if self._ids else (),
             recognition=Recognition(
                 sample_rate=rate,
                 max_seconds=audio.max_seconds or self._default_max_seconds(),
@@ -181,6 +229,9 @@ class Transcriber(tensors.DescribedAdapter):
                 language=self._language,
                 prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
                 live_idle=idle,
+                segments=self._ids or _SEGMENTS in outputs,
+                words=_WORDS in outputs,
+                logprobs=_LOGPROBS in outputs,
             ),
         )
 
@@ -190,7 +241,7 @@ class Transcriber(tensors.DescribedAdapter):
             return _WINDOW
         if self._whisper and "engine_dir" in self.config.parameters:
             return _TENSORRT_LLM
-        if self._whisper:
+        if _PREFIX in self._inputs:
             return _SHERPA
         if self._inputs[_AUDIO].datatype == "FP64":
             return _ANY / 2
@@ -335,6 +386,8 @@ class Transcriber(tensors.DescribedAdapter):
             yield self.vector(self._inputs[_IDS].name, job.prompt_ids)
         elif self._whisper:
             yield self.tensor(self._inputs[_PREFIX].name, self._prefix(job, language))
+        elif _PREFIX in self._inputs:
+            yield self.tensor(self._inputs[_PREFIX].name, "")
         elif _LANGUAGE in self._inputs:
             spec = self._inputs[_LANGUAGE]
             name = self._languages.get(language or _AUTO)
@@ -386,11 +439,34 @@ class Transcriber(tensors.DescribedAdapter):
         named = self._last_text(_LANGUAGE, responses)
         if named:
             language = code_of(named)
-        segments: Sequence[Segment] = ()
-        described = self._last_text(_SEGMENTS, responses)
-        if described:
-            segments = _segments(described, self.config.name)
-        return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
+        segments = [
+            Segment(start=each.start, end=each.end, text=each.text)
+            for each in self._listed(_SEGMENTS, _decode_segments, responses)
+        ]
+        words = [
+            Word(start=each.start, end=each.end, text=each.word)
+            for each in self._listed(_WORDS, _decode_words, responses)
+        ]
+        return Transcript(
+            text=_TAG.sub("", text).strip(),
+            language=language,
+            segments=segments,
+            words=words,
+            logprobs=self._listed(_LOGPROBS, _decode_logprobs, responses),
+        )
+
+    def _listed(
+        self, use: str, decode: Callable[[str], Sequence[_Item]], responses: Sequence[InferResponse]
+    ) -> Sequence[_Item]:
+        """Return the JSON list in the output for *use*, which *decode* reads. Raises :class:`UpstreamError`."""
+        described = self._last_text(use, responses)
+        if not described:
+            return ()
+        try:
+            return decode(described)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            model = self.config.name
+            raise InvalidAnswer(f"its {use} cannot be read", model=model, detail=str(error)) from error
 
     def _text_of(self, response: InferResponse) -> str:
         return reduce(_written, response.texts(self._outputs[_TEXT].name), "")
@@ -521,13 +597,13 @@ class _Segment(msgspec.Struct):
     text: str
 
 
+class _Word(msgspec.Struct):
+    #: In seconds.
+    start: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    end: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
+    word: str
+
+
 _decode_segments = msgspec.json.Decoder(list[_Segment], strict=False).decode
-
-
-def _segments(text: str, model: str) -> list[Segment]:
-    """Return the segments of a described *model*: a JSON list of objects with start, end and text."""
-    try:
-        segments = _decode_segments(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidAnswer("its segments cannot be read", model=model, detail=str(error)) from error
-    return [Segment(start=segment.start, end=segment.end, text=segment.text) for segment in segments]
+_decode_words = msgspec.json.Decoder(list[_Word], strict=False).decode
+_decode_logprobs = msgspec.json.Decoder(list[SpokenToken], strict=False).decode

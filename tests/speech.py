@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,11 @@ def muxed(
     """
     target = io.BytesIO()
     with av.open(target, "w", format=container, options=options) as file:
-        streams: list[Any] = [file.add_stream(codec, rate=rate, options=dict(encoder or {}))] if audio else []
+        streams: list[Any] = []
+        if audio:
+            streams.append(file.add_stream(codec, rate=rate, layout="mono", options=dict(encoder or {})))
         if video:
-            pictures: Any = file.add_stream("mpeg4", rate=10)
+            pictures: Any = file.add_stream("mpeg2video" if container == "mpeg" else "mpeg4", rate=25)
             pictures.width = pictures.height = 64
             pictures.pix_fmt = "yuv420p"
             for _ in range(5):
@@ -91,6 +94,8 @@ def muxed(
         if audio:
             frame = av.AudioFrame.from_ndarray(np.asarray(samples, np.float32)[None, :], format="fltp", layout="mono")
             frame.sample_rate = rate
+            frame.pts = 0
+            frame.time_base = Fraction(1, rate)
             file.mux(streams[0].encode(frame))
         for stream in streams:
             file.mux(stream.encode())

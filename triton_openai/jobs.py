@@ -194,6 +194,21 @@ class SynthesisJob(Job[Speech], frozen=True, kw_only=True):
 START_OF_TRANSCRIPT = 50_258
 
 
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """A word that is spoken. Times are in seconds."""
+
+    start: float
+    end: float
+    text: str
+
+
+class SpokenToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that a recognizer wrote, and the logarithm of its probability."""
+
+    token: str
+    logprob: float
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A part of what is spoken. Times are in seconds."""
 
@@ -212,6 +227,10 @@ class Transcript(Result, frozen=True, kw_only=True):
     language: str | None = None
     #: Its parts in order, with times from the beginning of the job's audio; empty if the model returns no times.
     segments: Sequence[Segment] = ()
+    #: Its words, with times from the beginning of the job's audio; empty if the model returns none.
+    words: Sequence[Word] = ()
+    #: Its tokens with their probabilities; empty if the model returns none.
+    logprobs: Sequence[SpokenToken] = ()
     #: In place of the text, of a model that answers in these: what follows the prompt.
     token_ids: Sequence[int] = ()
 

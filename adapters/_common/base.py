@@ -181,6 +181,12 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds without a request after which the model forgets audio that it gets while it is spoken, see
     #: :meth:`Adapter.begin_live`; ``None`` for a model that gets audio only when it is complete.
     live_idle: float | None = None
+    #: Whether answers have segments with times, so that words can be placed in them.
+    segments: bool = False
+    #: Whether answers have words with times.
+    words: bool = False
+    #: Whether answers have tokens with their probabilities.
+    logprobs: bool = False
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +209,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: bool = False
     #: The model takes all texts as token ids, and generates in token ids: the text is made here.
     tokens: bool = False
+    #: With :attr:`tokens`: special tokens that the model's tokenizer must have. Another tokenizer is not the model's.
+    tokenizer_has: Sequence[str] = ()
     #: With :attr:`tokens`: the engine ends an answer by itself, and its tokens have the one that ended it. Log
     #: probabilities come with the tokens, not as logits.
     ends_itself: bool = False

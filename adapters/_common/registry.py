@@ -50,6 +50,8 @@ _CALLS = (
     "context_model_name",
     "generation_model_name",
 )
+# The name by which the code of CosyVoice 2, Spark-TTS and sherpa's speech LLM calls its language model.
+_ENGINE_OF_SPEECH = "tensorrt_llm"
 
 
 def helper_role(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> str | None:
@@ -76,9 +78,18 @@ def _uses(user: ModelConfig, name: str) -> bool:
         return any(step.model == name for step in user.steps)
     if any(user.parameter(key) == name for key in _CALLS):
         return True
+    if name == _ENGINE_OF_SPEECH and _speaks_with_engine(user):
+        return True
     # The name that a BLS falls back to.
     is_bls = {"text_input", "max_tokens"} <= user.inputs.keys() and user.parameter(_CALLS[0]) is None
     return is_bls and name == "tensorrt_llm"
+
+
+def _speaks_with_engine(user: ModelConfig) -> bool:
+    """Return whether *user* is the front of a language model that hears or speaks."""
+    synthesizes = {"reference_text", "target_text"} <= user.inputs.keys() and "llm_tokenizer_dir" in user.parameters
+    hears = {"WAV", "TEXT_PREFIX"} <= user.inputs.keys() and "engine_dir" not in user.parameters
+    return synthesizes or hears
 
 
 class Claim(msgspec.Struct, frozen=True):

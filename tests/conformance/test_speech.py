@@ -107,7 +107,15 @@ async def pcm(proxy: Proxy, model: str, text: str = TEXT, **fields: Any) -> Any:
 async def test_every_kind_of_model(speaking: TestTriton, voices: Path, transport: str) -> None:
     """Parts are joined to the samples that the model made, whatever its type of samples, files included."""
     async with speech_proxy(speaking, transport, voices) as proxy:
-        for model in ("cosyvoice2", "f5_tts", "int16_tts", "described_tts", "file_tts", "cosyvoice2_dit", "bytes_tts"):
+        for model in (
+            "cosyvoice2",
+            "f5_tts",
+            "int16_tts",
+            "described_tts",
+            "file_tts",
+            "cosyvoice2_speaker",
+            "bytes_tts",
+        ):
             assert np.array_equal(spoken(TEXT), await pcm(proxy, model, voice="ada")), model
         answer = await proxy.post(PATH, {"model": "spark_tts", "input": TEXT, "voice": "ada", "response_format": "wav"})
     # Parts that overlap fade into each other. The head of a file without an end has lengths that nobody knows.
@@ -189,7 +197,9 @@ async def test_what_models_get(speaking: TestTriton, voices: Path, transport: st
             "lang": "en",
         } == given
         # A model with a voice of its own.
-        answer = await proxy.post(PATH, {"model": "cosyvoice2_dit", "input": f"Own, {transport}.", "voice": "alloy"})
+        answer = await proxy.post(
+            PATH, {"model": "cosyvoice2_speaker", "input": f"Own, {transport}.", "voice": "alloy"}
+        )
         assert "voice" == answer.headers["x-triton-openai-ignored"]
         (asked,) = _asked(speaking, f"Own, {transport}.")
         assert {"target_text"} == asked.keys()

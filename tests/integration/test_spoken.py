@@ -103,3 +103,34 @@ async def test_a_person(speaking: TestTriton) -> None:
     async with served(speaking) as proxy:
         for fields in ({"language": "en"}, {}):
             assert word_error_rate(SPOKEN, await heard(proxy, recording, **fields)) < 0.2
+
+
+async def test_a_prompt_and_times_of_words(speaking: TestTriton) -> None:
+    """A prompt shows how a name is written, and each word has its time in the recording."""
+    async with served(speaking) as proxy:
+        body = {"model": "tts-1", "voice": "alloy", "input": "Ask Catherine. She knows it.", "response_format": "wav"}
+        spoken = await proxy.post("/v1/audio/speech", body)
+        names = [
+            await heard(proxy, spoken.body, language="en", prompt=prompt)
+            for prompt in ("Kathryn and Kathryn, with Kathryn.", "Catherine and Catherine, with Catherine.")
+        ]
+        assert "Kathryn" in names[0]
+        assert "Catherine" in names[1]
+        form = FormData()
+        form.add_field("file", spoken.body, filename="speech.wav")
+        fields = {
+            "model": "whisper",
+            "language": "en",
+            "response_format": "verbose_json",
+            "timestamp_granularities[]": "word",
+        }
+        for name, value in fields.items():
+            form.add_field(name, value)
+        async with proxy.client.post("/v1/audio/transcriptions", data=form) as response:
+            answer = await response.json()
+    words = answer["words"]
+    assert answer["text"].split() == [word["word"] for word in words]
+    times = [time for word in words for time in (word["start"], word["end"])]
+    assert times == sorted(times)
+    assert 0 <= times[0] < 1
+    assert answer["duration"] - 1 < times[-1] <= answer["duration"]

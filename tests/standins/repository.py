@@ -185,7 +185,7 @@ def _of_speech(inputs: str, outputs: str, **options: Any) -> Builder:
 
 _WAV, _TRANSCRIPTS = "WAV FP32 [-1], WAV_LENS INT32 [1]", "TRANSCRIPTS STRING [1]"
 _WHISPER = f"{_WAV}, TEXT_PREFIX STRING [1]"
-_RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1]"
+_RICH = "OUTPUT_0 STRING [1], SEGMENTS STRING [1], SPOKEN STRING [1], WORDS STRING [1], SCORES STRING [1]"
 #: Recognizers, for a Triton of their own: sherpa's two models for Whisper, TensorRT-LLM's, FunASR's, a transducer, a
 #: streaming one, one that chats about what it hears, and models that have to be described.
 RECOGNIZERS: Mapping[str, Builder] = {
@@ -228,6 +228,8 @@ _ZERO_SHOT = [
     "target_text STRING [1]",
 ]
 _CACHING = [each.replace(" ", "? ", 1) if each.startswith("reference") else each for each in _ZERO_SHOT]
+# F5-TTS declares the recording as optional, but its code needs it.
+_F5_INPUTS = ["reference_wav? FP32 [-1]", "reference_wav_len? INT32 [1]", *_ZERO_SHOT[2:]]
 _DESCRIBED = ["text STRING [1]", "narrator INT64 [1]", "speed? FP32 [1]", "style? STRING [1]", "lang? STRING [1]"]
 _COSYVOICE = {"llm_tokenizer_dir": "/models/llm", "model_dir": "/models/cosyvoice"}
 _SPARK = {"audio_tokenizer_frame_rate": "50", "audio_chunk_overlap_duration": "0.1"}
@@ -237,11 +239,11 @@ SYNTHESIZERS: Mapping[str, tuple[list[str], str, dict[str, Any]]] = {
     "cosyvoice2": (
         _ZERO_SHOT, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": True, "parameters": _COSYVOICE},
     ),
-    "cosyvoice2_dit": (
+    "cosyvoice2_speaker": (
         _CACHING, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": True, "parameters": _COSYVOICE},
     ),
     "spark_tts": (_ZERO_SHOT, "waveform FP32 [-1]", {"decoupled": True, "parameters": _SPARK}),
-    "f5_tts": (_ZERO_SHOT, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": False, "parameters": _F5}),
+    "f5_tts": (_F5_INPUTS, "waveform FP32 [-1]", {"max_batch_size": 4, "decoupled": False, "parameters": _F5}),
     "described_tts": (_DESCRIBED, "pcm FP16 [-1]", {"decoupled": False}),
     "int16_tts": (["text STRING [1]"], "audio INT16 [-1]", {"decoupled": True}),
     "file_tts": (["text STRING [1]"], "audio STRING [1]", {"decoupled": False}),

@@ -41,8 +41,12 @@ _CUTS = (
     re.compile(r"(?<=[,;:\u2013\u2014])\s+|(?<=[\uff0c\u3001\uff1b\uff1a])"),
     re.compile(r"\s+"),
 )
-# The least characters of the first piece: some models speak a shorter one badly.
+# The letters of the first piece, which takes in short sentences.
 _MIN_FIRST_PIECE = 20
+# With fewer letters than these, some models speak badly, and are not ready with the next piece when the first one ends.
+# With more than those, about four seconds of speech, the first audio would be late.
+_SHORTEST_PIECE = 12
+_MAX_FIRST_PIECE = 60
 # The most that a piece is longer than the one before, during which it is made.
 _GROWTH = 2
 # Responses that wait for a client to read before the backend is paused.
@@ -69,7 +73,8 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
     """
     Return *text* in pieces of whole sentences, each of at most *longest* letters; none if there is nothing to speak.
 
-    If the model does not stream, the first piece is a sentence, and they grow.
+    If the model does not stream, the first piece is a sentence, and they grow. A sentence as short as "Hello." waits
+    for what follows, if that is not long.
     """
     parts: list[str] = []
     start = 0
@@ -81,6 +86,11 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
     for stop in _stops(text, 0, len(text), longest, _CUTS):
         piece = text[start:end].strip()
         if piece and _length(text[start:stop].strip()) > limit:
+            if not parts and not streams and _length(piece) < _SHORTEST_PIECE:
+                end = _first_end(text, start, end, stop, min(longest, _MAX_FIRST_PIECE))
+                piece = text[start:end].strip()
+            if end == stop:
+                continue
             parts.append(piece)
             if streams:
                 limit = longest
@@ -92,6 +102,17 @@ def pieces(text: str, longest: int, *, streams: bool) -> list[str]:
     if rest:
         parts.append(rest)
     return parts
+
+
+def _first_end(text: str, start: int, end: int, stop: int, longest: int) -> int:
+    """
+    Return where a first piece ends that ended at *end*, with few letters, where the next sentence ends at *stop*.
+
+    It takes the next sentence in, or its first clauses, as far as it has at most *longest* letters then.
+    """
+    clauses = [match.end() for match in _CUTS[1].finditer(text, end, stop)]
+    fitting = [place for place in (*clauses, stop) if _length(text[start:place].strip()) <= longest]
+    return max(fitting, default=end)
 
 
 def _stops(text: str, start: int, end: int, longest: int, cuts: Sequence[re.Pattern[str]]) -> Iterator[int]:

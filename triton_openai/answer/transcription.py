@@ -24,8 +24,9 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
-from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
+from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import UNSPACED, blank_between
+from triton_openai.media.alignment import align
 from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
@@ -34,6 +35,10 @@ from triton_openai.triton.tensors import InferResponse
 
 # The most seconds of chunks in flight for one recording: 8 MB of samples, of which a transport makes copies.
 _MAX_SECONDS_IN_FLIGHT = 120.0
+# Microseconds for each byte of samples, at most: 60 ms for half a minute with as many words as one can say.
+_ALIGNING = 0.03
+# Bytes of a sample.
+_SAMPLE = 4
 # A letter or a digit of a word whose end has to be awaited.
 _IN_WORD = re.compile(rf"[^\W{UNSPACED}]")
 
@@ -52,6 +57,8 @@ class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     languages: Sequence[str] = ()
     #: Whether the client wants the times of the parts.
     times: bool = False
+    #: Whether the client wants the times of the words.
+    words: bool = False
     #: Whether the text is wanted while the model still writes it.
     live: bool = False
     #: The most chunks that are sent to Triton at the same time.
@@ -66,6 +73,9 @@ class Transcription:
         self.text = ""
         #: The segments of the model; one for each chunk if the model has none.
         self.segments: list[Segment] = []
+        #: The words, if they are wanted, and the tokens with their probabilities, if the model returns them.
+        self.words: list[Word] = []
+        self.logprobs: list[SpokenToken] = []
         #: The code of the language, once it is known.
         self.language = options.job.language
         self._upstream = upstream
@@ -166,12 +176,24 @@ class Transcription:
         result = asked.task.result()
         chunk = asked.chunk
         self.language = self.language or result.language
+        self.logprobs += result.logprobs
+        if self._options.words:
+            self.words += await self._words(chunk, result)
         self.segments += [
             replace(each, start=chunk.start + each.start, end=chunk.start + each.end) for each in result.segments
         ]
         text = self.text[first:].strip()
         if text and not result.segments:
             self.segments.append(Segment(start=chunk.start, end=chunk.end, text=text))
+
+    async def _words(self, chunk: Chunk, result: Transcript) -> Sequence[Word]:
+        """Return the words of *result*: those of the model, or those of its segments as they fit the sound."""
+        if result.words:
+            return [replace(word, start=chunk.start + word.start, end=chunk.start + word.end) for word in result.words]
+        recognition = self._model.adapter.capabilities.recognition
+        assert recognition is not None, "it has transcribed"
+        rate = recognition.sample_rate
+        return await offload.run(_aligned, chunk, result.segments, rate, cost=_ALIGNING * len(chunk.samples))
 
 
 class _Asked:
@@ -228,6 +250,16 @@ class _Asked:
         text = (await self.task).text
         if len(text) > told:
             yield text[told:]
+
+
+def _aligned(chunk: Chunk, segments: Sequence[Segment], rate: int) -> Sequence[Word]:
+    """Return the words of *segments*, whose times count from the beginning of *chunk*, in samples of *rate* Hz."""
+    words: list[Word] = []
+    for segment in segments:
+        first = int(segment.start * rate) * _SAMPLE
+        last = int(segment.end * rate) * _SAMPLE
+        words += align(segment.text, chunk.samples[first:last], rate, chunk.start + segment.start)
+    return words
 
 
 def _show_text(show: _Show, adapter: Adapter, job: TranscriptionJob, responses: Sequence[InferResponse]) -> None:

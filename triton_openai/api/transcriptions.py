@@ -20,7 +20,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.transcription import Transcription, TranscriptionOptions
-from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, whole
+from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
     RequestContext,
@@ -35,7 +35,7 @@ from triton_openai.api.service import (
 from triton_openai.api.sse import data_event
 from triton_openai.api.uploaded_files import find_file, read_file
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
-from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
+from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
 from triton_openai.operations import Call, Form, Reply, Whole
@@ -63,7 +63,7 @@ class _AudioRequest(FormRequest, kw_only=True):
     #: What precedes the audio, or how its words are written; for models whose operator says that they have room for it.
     prompt: str | None = None
     response_format: _Format = "json"
-    #: Only 0: no recognizer takes another one.
+    #: Without effect: no recognizer takes one.
     temperature: _Share | None = None
 
 
@@ -81,9 +81,9 @@ class TranscriptionRequest(_AudioRequest, kw_only=True):
     language: str | None = None
     languages: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    #: Only "segment".
+    #: What has times in the format "verbose_json": "segment", and "word" for models that return times.
     timestamp_granularities: tuple[Literal["segment", "word"], ...] = ()
-    #: Nothing can be included.
+    #: "logprobs": the tokens with their probabilities, in the format "json", of models that return them.
     include: tuple[str, ...] = ()
     stream: bool = False
     chunking_strategy: str | None = None
@@ -137,6 +137,22 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     no_speech_prob: float = 0.0
 
 
+class WordObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A word, and the seconds in which it is spoken."""
+
+    word: str
+    start: float
+    end: float
+
+
+class LogprobObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A token, its bytes in UTF-8, and the logarithm of its probability."""
+
+    token: str
+    bytes: Sequence[int]
+    logprob: float
+
+
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; the format "verbose_json" has all fields. ``language`` is an English name."""
 
@@ -145,6 +161,8 @@ class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
     duration: float | msgspec.UnsetType = msgspec.UNSET
     text: str
     segments: Sequence[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
+    words: Sequence[WordObject] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
     usage: DurationUsage
 
 
@@ -154,6 +172,7 @@ class TranscriptEvent(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["transcript.text.delta", "transcript.text.done"]
     delta: str | msgspec.UnsetType = msgspec.UNSET
     text: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def transcribe(service: Service, call: Call[Form]) -> Reply:
@@ -218,12 +237,8 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
     body = context.body
     if body.stream and body.response_format in _TIMED:
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
-    if "word" in body.timestamp_granularities:
-        raise UnsupportedParameter(
-            "Times of words are not supported; those of segments are.", param="timestamp_granularities"
-        )
-    if body.include:
-        raise UnsupportedParameter("'include' is not supported.", param="include")
+    _check_times(context)
+    _check_include(context)
     hint = body.prompt or ""
     if body.keywords:
         _check_prompt(context, "keywords")
@@ -235,7 +250,10 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
     supported = _recognition(context).languages
     candidates = [code for code in map(code_of, body.languages) if code in supported]
     language = None
-    if body.language:
+    if not supported:
+        # Clients send one always, and the model cannot be told.
+        report_ignored(context.record, [name for name in ("language", "languages") if getattr(body, name)])
+    elif body.language:
         language = _language(context, body.language, "language")
     elif candidates and not context.model.adapter.capabilities.tokens:
         # The model cannot choose among them.
@@ -275,7 +293,7 @@ async def _answer(
             "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
         )
     if body.temperature:
-        raise UnsupportedParameter("'temperature' must be 0 for this model.", param="temperature")
+        report_ignored(context.record, ["temperature"])
     if body.prompt:
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)
@@ -310,13 +328,14 @@ async def _transcribed(
         job=msgspec.structs.replace(job, language=job.language or recognition.language),
         languages=languages,
         times=body.response_format in _TIMED,
+        words=_wants_words(body),
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
     )
     transcription = Transcription(context.upstream(), context.model, options)
     try:
         if stream:
-            return await context.send_parts(_events(transcription, recording))
+            return await context.send_parts(_events(transcription, recording, logprobs=_wants_logprobs(body)))
         async with asyncio.timeout(context.limits.total), aclosing(transcription.deltas(recording)) as deltas:
             async for _ in deltas:
                 pass
@@ -324,38 +343,66 @@ async def _transcribed(
         raise timeout_error(context.limits.total) from error
     finally:
         context.record.audio_seconds = {"input": recording.seconds}
-    return _rendered(body.response_format, transcription, recording, translated=isinstance(job, TranslationJob))
+    if body.response_format == "json" and _wants_logprobs(body):
+        usage = DurationUsage(seconds=math.ceil(recording.seconds))
+        return whole(TranscriptObject(text=transcription.text, logprobs=_logprobs(transcription), usage=usage))
+    granularities = getattr(body, "timestamp_granularities", ())
+    return _rendered(body.response_format, transcription, recording, granularities, task=_task(job))
 
 
-async def _events(transcription: Transcription, recording: Recording) -> AsyncGenerator[bytes, None]:
+def _task(job: TranscriptionJob) -> Literal["transcribe", "translate"]:
+    if isinstance(job, TranslationJob):
+        return "translate"
+    return "transcribe"
+
+
+async def _events(transcription: Transcription, recording: Recording, *, logprobs: bool) -> AsyncGenerator[bytes, None]:
     async with aclosing(transcription.deltas(recording)) as deltas:
         async for delta in deltas:
             yield data_event(encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
-    yield data_event(encode(TranscriptEvent(type="transcript.text.done", text=transcription.text)))
+    done = TranscriptEvent(type="transcript.text.done", text=transcription.text)
+    if logprobs:
+        done = msgspec.structs.replace(done, logprobs=_logprobs(transcription))
+    yield data_event(encode(done))
 
 
-def _rendered(form: _Format, transcription: Transcription, recording: Recording, *, translated: bool) -> Reply:
-    """Return the answer in the format *form*."""
+def _logprobs(transcription: Transcription) -> Sequence[LogprobObject]:
+    return [
+        LogprobObject(token=each.token, bytes=list(each.token.encode()), logprob=each.logprob)
+        for each in transcription.logprobs
+    ]
+
+
+def _rendered(
+    form: _Format,
+    transcription: Transcription,
+    recording: Recording,
+    granularities: Sequence[str],
+    *,
+    task: Literal["transcribe", "translate"],
+) -> Reply:
+    """Return the answer in the format *form*; *granularities* are what has times in "verbose_json"."""
     segments = transcription.segments
     usage = DurationUsage(seconds=math.ceil(recording.seconds))
     if form == "json":
         return whole(TranscriptObject(text=transcription.text, usage=usage))
     if form == "verbose_json":
-        task: Literal["transcribe", "translate"]
-        if translated:
-            task = "translate"
-            code = "en"
-        else:
-            task = "transcribe"
+        code = "en"
+        if task == "transcribe":
             code = transcription.language or ""
         verbose = TranscriptObject(
             task=task,
             language=LANGUAGES.get(code, code),
             duration=recording.seconds,
             text=transcription.text,
-            segments=[_segment(number, each) for number, each in enumerate(segments)],
             usage=usage,
         )
+        if "segment" in granularities or not granularities:
+            verbose = msgspec.structs.replace(
+                verbose, segments=[_segment(number, each) for number, each in enumerate(segments)]
+            )
+        if "word" in granularities:
+            verbose = msgspec.structs.replace(verbose, words=list(map(_word, transcription.words)))
         return whole(verbose)
     if form == "srt":
         point = ","
@@ -384,6 +431,10 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
     )
 
 
+def _word(word: Word) -> WordObject:
+    return WordObject(word=word.text, start=round(word.start, 3), end=round(word.end, 3))
+
+
 def _time(seconds: float, point: str) -> str:
     """Return a time of subtitles."""
     minutes, thousandths = divmod(round(seconds * 1000), 60_000)
@@ -405,12 +456,6 @@ def _language(context: RequestContext[Any], name: str, param: str) -> str:
     """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
     code = code_of(name)
     codes = _recognition(context).languages
-    if not codes:
-        raise UnsupportedParameter(
-            f"The model '{context.model.name}' takes no language. Its operator can configure the languages "
-            "that it takes ('audio.languages').",
-            param=param,
-        )
     if code not in codes:
         raise InvalidRequest(
             f"The model '{context.model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
@@ -418,6 +463,48 @@ def _language(context: RequestContext[Any], name: str, param: str) -> str:
             code="invalid_language",
         )
     return code
+
+
+def _wants_words(body: Any) -> bool:
+    """Return whether a request has the times of words in its answer."""
+    return body.response_format == "verbose_json" and "word" in getattr(body, "timestamp_granularities", ())
+
+
+def _wants_logprobs(body: Any) -> bool:
+    return "logprobs" in getattr(body, "include", ())
+
+
+def _check_times(context: RequestContext[TranscriptionRequest]) -> None:
+    """Raise :class:`UnsupportedParameter` for times of words where there is nothing to place words by."""
+    body = context.body
+    recognition = _recognition(context)
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        report_ignored(context.record, ["timestamp_granularities"])
+    if _wants_words(body) and not (recognition.words or recognition.segments):
+        raise UnsupportedParameter(
+            f"The model '{context.model.name}' returns no times, by which words could be placed. Whisper's engine does "
+            "(its operator names its tokenizer), and a model that is described with 'outputs.words' or "
+            "'outputs.segments'.",
+            param="timestamp_granularities",
+        )
+
+
+def _check_include(context: RequestContext[TranscriptionRequest]) -> None:
+    """Raise :class:`InvalidValue` or :class:`UnsupportedParameter` for what cannot be included in the answer."""
+    body = context.body
+    unknown = [name for name in body.include if name != "logprobs"]
+    if unknown:
+        raise InvalidValue(f"'include' takes 'logprobs', not '{unknown[0][:50]}'.", "include")
+    if not _wants_logprobs(body):
+        return
+    if not _recognition(context).logprobs:
+        raise UnsupportedParameter(
+            f"The model '{context.model.name}' returns no probabilities. If it does, its operator has to describe them "
+            "('outputs.logprobs').",
+            param="include",
+        )
+    if body.response_format != "json":
+        raise InvalidValue("'include' goes with the format 'json' only.", "include")
 
 
 def _check_prompt(context: RequestContext[Any], param: str) -> None:

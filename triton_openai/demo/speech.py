@@ -107,9 +107,11 @@ def settings_in(repository: Path) -> Mapping[str, ModelSettings]:
     """Return the settings of these models in *repository*."""
     tokenizer = str(tokenizer_of(repository))
     aliases = dict(zip(("alloy", "nova", "onyx", "coral", "shimmer"), _VOICES, strict=True))
+    # Whisper's own code has room for 223 tokens, and so has the demo's.
+    hearing = AudioSettings(prompt=True)
     speaking = AudioSettings(sample_rate=24_000, max_seconds=20, voices=_VOICES, voice_aliases=aliases)
     return {
-        "whisper": ModelSettings(tokenizer=tokenizer),
-        "infer_bls": ModelSettings(tokenizer=tokenizer, aliases=("whisper-1",)),
+        "whisper": ModelSettings(tokenizer=tokenizer, audio=hearing),
+        "infer_bls": ModelSettings(tokenizer=tokenizer, audio=hearing, aliases=("whisper-1",)),
         "tts": ModelSettings(audio=speaking, aliases=("tts-1",)),
     }

@@ -31,6 +31,9 @@ _LIBSNDFILE: Mapping[Format, Mapping[str, Any]] = {
 _FULL = 32_768
 # Seconds of a file that is read as a whole.
 _MAX_FILE_SECONDS = 3_600
+# The head of a FLAC file says how long it is. So the file is kept until it is whole, up to this size in bytes, which is
+# more than five minutes; what is longer leaves while it is made, and does not say it.
+_MAX_WHOLE = 1 << 24
 # The length of a stream, which is not known yet.
 _UNKNOWN = 0xFFFFFFFF
 
@@ -135,6 +138,16 @@ class _Sink(io.RawIOBase):
         self._place += len(written)
         return len(written)
 
+    @property
+    def size(self) -> int:
+        """How many bytes were written since the last call of :meth:`take`."""
+        return len(self._new)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was taken yet, so that a library can still correct every byte."""
+        return self._taken == 0
+
     def take(self) -> bytes:
         """Return what was written since the last call."""
         new = bytes(self._new)
@@ -150,6 +163,7 @@ class _Sndfile:
         options = _LIBSNDFILE[kind]
         self._sink = _Sink()
         self._takes_int16 = options["subtype"] == "PCM_16"
+        self._waits = kind == "flac"
         self._file = soundfile.SoundFile(self._sink, "w", rate, 1, **options)
 
     def encode(self, samples: Samples) -> bytes:
@@ -157,6 +171,8 @@ class _Sndfile:
             self._file.write(_int16(samples))
         else:
             self._file.write(samples)
+        if self._waits and self._sink.whole and self._sink.size < _MAX_WHOLE:
+            return b""
         return self._sink.take()
 
     def finish(self) -> bytes:

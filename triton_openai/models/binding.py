@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
+from triton_openai.adapters._common.tensor_mapping import FLOATS
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ServiceError
 from triton_openai.generation import AudioFormat, TensorMapping
@@ -20,7 +21,7 @@ from triton_openai.models.suggestions import suggested_settings
 from triton_openai.models.voices import Voices
 from triton_openai.prompts.prompter import may_have_tokenizer
 from triton_openai.triton.catalog import Snapshot
-from triton_openai.triton.tensors import ModelConfig
+from triton_openai.triton.tensors import ModelConfig, TensorSpec
 
 _log = structlog.get_logger(__name__)
 
@@ -123,6 +124,7 @@ class Binder:
             metadata=metadata,
             voices=voices,
             over_grpc=over_grpc,
+            common_tokenizer=own is None or own.tokenizer is None,
         )
 
     def _token_level(
@@ -179,7 +181,21 @@ def _priorities(adapter: Adapter, repository: Mapping[str, ModelConfig]) -> int:
 def _why_unclaimed(config: ModelConfig) -> str:
     inputs = ", ".join(f"{spec.name}{'?' if spec.optional else ''} {spec.datatype}" for spec in config.inputs.values())
     outputs = ", ".join(f"{spec.name} {spec.datatype}" for spec in config.outputs.values())
-    return f"no adapter fits its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
+    why = f"no adapter fits its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
+    audio = next((spec.name for spec in config.required if _may_be_audio(spec)), None)
+    texts = [spec.name for spec in config.outputs.values() if spec.datatype == "BYTES"]
+    if audio is None or not texts:
+        return why
+    return (
+        f"{why}. If it recognizes speech, describe it in its settings: "
+        f"adapter: transcriber, inputs: {{audio: {audio}}}, outputs: {{text: {texts[0]}}}"
+    )
+
+
+def _may_be_audio(spec: TensorSpec) -> bool:
+    """Return whether an input may take samples: numbers in one row."""
+    rows = [dim for dim in spec.dims if dim != 1]
+    return spec.datatype in (*FLOATS, "INT16") and rows == [-1]
 
 
 def _read_file(repositories: Sequence[Path], model: str, name: str) -> bytes | None:

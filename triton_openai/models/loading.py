@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import structlog
 
+from triton_openai.adapters._common.base import Capabilities
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.parser_registry import Parsers, choose
 from triton_openai.parsers.tools.format import ToolFormat, read_format, read_format_file
 from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
 
@@ -102,13 +104,15 @@ class LazyPrompter:
         """Whether another :meth:`check` would have the same result."""
         return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
 
-    async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> CheckFailure | None:
+    async def check(self, model: str, *, chats: bool, capabilities: Capabilities) -> CheckFailure | None:
         """
         Load what the *model* needs, and return why its requests would fail, if that is new.
 
-        *chats* is whether the model takes chats, *needs_tokenizer* whether it takes only token ids. Failed loads are
-        tried again.
+        *chats* is whether the model takes chats. Failed loads are tried again.
         """
+        if needs_no_tokenizer(capabilities):
+            self.checked.set()
+            return None
         problem: ConfigurationError | None = None
         try:
             if self.resolved is not None and self.resolved.incomplete:
@@ -117,8 +121,7 @@ class LazyPrompter:
                     async with asyncio.timeout(LOAD_SECONDS):
                         await self._resolve()
             prompter = await self.get()
-            if needs_tokenizer and prompter.tokenizer is None:
-                raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
+            _check_tokenizer(prompter.tokenizer, capabilities, model)
             if chats and (failure := prompter.template_for().failure) is not None:
                 raise ConfigurationError(failure)
         except ConfigurationError as error:
@@ -143,6 +146,33 @@ class LazyPrompter:
         else:
             event = "model cannot be used"
         return CheckFailure(event, problem.message, problem.detail)
+
+
+def needs_no_tokenizer(capabilities: Capabilities) -> bool:
+    """Return whether a model hears or speaks in texts, for which nothing is tokenized here."""
+    speech = capabilities.recognition is not None or capabilities.synthesis is not None
+    return speech and not capabilities.tokens
+
+
+def tokenizer_problem(tokenizer: Tokenizer, capabilities: Capabilities) -> str | None:
+    """Return why *tokenizer* is not the one of a model with these *capabilities*, if it is not."""
+    for token in capabilities.tokenizer_has:
+        if tokenizer.token_id(token) is None:
+            return f"its tokenizer is another model's: it has no '{token}'"
+    return None
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, capabilities: Capabilities, model: str) -> None:
+    """Raise :class:`ConfigurationError` if a model that takes only token ids has no *tokenizer* that fits."""
+    if not capabilities.tokens:
+        return
+    if tokenizer is None:
+        raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
+    problem = tokenizer_problem(tokenizer, capabilities)
+    if problem is not None:
+        raise ConfigurationError(
+            f"The model takes token ids, and {problem}. Give its own with --tokenizer {model}=SOURCE."
+        )
 
 
 _prompting = attrgetter(

@@ -13,7 +13,7 @@ from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Lora
 from triton_openai.jobs import JobType
-from triton_openai.models.loading import CheckFailure, LazyPrompter
+from triton_openai.models.loading import CheckFailure, LazyPrompter, tokenizer_problem
 from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.models.voices import Voices
 from triton_openai.prompts.prompt_template import marks
@@ -55,6 +55,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     listed: bool = True
     #: Whether every Triton has a gRPC address.
     over_grpc: bool = False
+    #: Whether its tokenizer is the one that the settings have for all models.
+    common_tokenizer: bool = False
 
     @property
     def answers_as(self) -> str:
@@ -129,10 +131,20 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     async def settled(self) -> ServedModel:
         """Return the model, with its own adapter where the tokenizer that another one needs is unusable."""
-        # The operator has named a tokenizer that does not load: the request that needs it reports the error.
-        with contextlib.suppress(ConfigurationError):
-            if self.text_level is not None and (await self.prompter()).tokenizer is None:
-                return self.on_text_level("its engine could answer, but the tokenizer is unusable")
+        if self.text_level is None:
+            return self
+        try:
+            tokenizer = (await self.prompter()).tokenizer
+        except ConfigurationError:
+            # The operator has named a tokenizer for this model: the request that needs it reports the error.
+            if not self.common_tokenizer:
+                return self
+            tokenizer = None
+        if tokenizer is None:
+            return self.on_text_level("its engine could answer, but the tokenizer is unusable")
+        problem = tokenizer_problem(tokenizer, self.adapter.capabilities)
+        if problem is not None:
+            return self.on_text_level(f"its engine could answer, but {problem}")
         return self
 
     def on_text_level(self, why: str) -> ServedModel:
@@ -170,9 +182,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     async def check(self) -> CheckFailure | None:
         """Load its tokenizer and template, and return why its requests would fail, if that is new."""
         # Another adapter stands in where the tokenizer turns out to be missing.
-        needs_tokenizer = (self.text_level or self.adapter).capabilities.tokens
+        capabilities = (self.text_level or self.adapter).capabilities
         return await self.lazy_prompter.check(
-            self.triton_model, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer
+            self.triton_model, chats="generate" in self.tasks, capabilities=capabilities
         )
 
 

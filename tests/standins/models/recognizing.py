@@ -46,9 +46,12 @@ class TritonPythonModel:
         self._recorder = Recorder(loaded.record, loaded.name)
         self._decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._batches = config["max_batch_size"] > 0
+        # The code of sherpa's speech LLM does not read it.
+        self._reads_prefix = loaded.name != "speech_llm"
         self._in_words = "elements" in config["parameters"]
         self._outputs = [output["name"] for output in config["output"]]
-        self._audio = config["input"][0]["name"]
+        inputs = [each["name"] for each in config["input"]]
+        self._audio = "WAV" if "WAV" in inputs else inputs[0]
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """Answer each request."""
@@ -75,7 +78,7 @@ class TritonPythonModel:
         if "OUTPUT_IDS" in self._outputs:
             prompt = array(request, "DECODER_INPUT_IDS").reshape(-1).tolist()
             return [self._response("OUTPUT_IDS", np.array(_tokens(heard, prompt), np.int32))]
-        text = _written(request, words)
+        text = _written(request, words) if self._reads_prefix else " ".join(words)
         if self._decoupled:
             texts = text.split()
             so_far = [
@@ -106,6 +109,10 @@ class TritonPythonModel:
         found = {self._outputs[0]: text.split() if self._in_words else [text]}
         if "SEGMENTS" in self._outputs:
             found["SEGMENTS"] = [json.dumps([{"start": a, "end": b, "text": word} for a, b, word in heard])]
+        if "WORDS" in self._outputs:
+            found["WORDS"] = [json.dumps([{"start": a, "end": b, "word": word} for a, b, word in heard])]
+        if "SCORES" in self._outputs:
+            found["SCORES"] = [json.dumps([{"token": f" {word}", "logprob": -0.25} for word in words])]
         if "SPOKEN" in self._outputs:
             found["SPOKEN"] = ["de" if _is_german(words) else "en"]
         return pb.InferenceResponse([self._tensor(name, strings(values)) for name, values in found.items()])

@@ -73,7 +73,11 @@ def test_not_claimed(model: ModelConfig) -> None:
     [
         (zero_shot(COSYVOICE), {}, Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000)),
         (zero_shot(COSYVOICE, optional=True), {},
-         Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000, voices_by_transcript=True, has_own_voice=True)),
+         Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000, has_own_voice=True)),
+        (zero_shot(COSYVOICE, optional=True), {"token2wav_dit": config([], [])},
+         Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000, voices_by_transcript=True)),
+        (zero_shot(COSYVOICE, optional=True), {"vocoder": config([], [])},
+         Synthesis(rate=24_000, max_seconds=30, reference_rate=16_000, voices_by_transcript=True)),
         (zero_shot({"audio_tokenizer_frame_rate": "50", "audio_chunk_overlap_duration": "0.2"}), {},
          Synthesis(rate=16_000, max_seconds=10, reference_rate=16_000, overlap=0.2)),
         (zero_shot({"stream_factor": "2", "audio_chunk_overlap_duration": "${overlap}"}), {},

@@ -50,6 +50,15 @@ SENTENCES = [
         ("At 3 p.m.   we left. Then", 21, True, ["At 3 p.m.   we left.", "Then"]),
         ("At 3 p.m.  we go", 15, True, ["At 3 p.m.  we", "go"]),
         (" \n\t ", 100, False, []),
+        # A short first sentence waits for the next one, or for its first clauses, if these are not long.
+        ("Hello. How are you today? I am well.", 1000, False, ["Hello. How are you today?", "I am well."]),
+        ("Hello. The quick brown fox jumps over the lazy dog, and then over all of the others. End.", 1000, False,
+         ["Hello. The quick brown fox jumps over the lazy dog,", "and then over all of the others. End."]),
+        (f"Hello. {'The quick brown fox ' * 4}jumps. End.", 1000, False,
+         ["Hello.", f"{'The quick brown fox ' * 4}jumps.", "End."]),
+        ("Hello. How are you today?", 24, False, ["Hello.", "How are you today?"]),
+        ("Hello. How are you today?", 1000, True, ["Hello. How are you today?"]),
+        ("Hello.", 1000, False, ["Hello."]),
     ],
 )  # fmt: skip
 def test_pieces(text: str, longest: int, streams: bool, expected: Sequence[str]) -> None:

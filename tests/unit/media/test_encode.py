@@ -14,6 +14,7 @@ import soundfile
 
 from tests.cases import every_case
 from triton_openai.errors import UnsupportedParameter, UpstreamError
+from triton_openai.media import encode as encode_module
 from triton_openai.media.encode import Joiner, Samples, _Sink, encoder, read_audio, resampled, samples_of
 from triton_openai.media.speech_formats import Format, encoding_cost, file_rate
 
@@ -55,6 +56,32 @@ def test_every_rate(kind: Format, rate: int, expected: int) -> None:
     assert expected == found_rate
     assert 1.99 < len(found) / found_rate < 2.15
     assert abs(pitch_of(found, found_rate) - 440) < 2
+
+
+@every_case("rate, seconds", [(24_000, 2.0), (16_000, 0.05), (22_050, 30.0)])
+def test_flac_says_how_long_it_is(rate: int, seconds: float) -> None:
+    """Nothing leaves before the number of samples is in the head: libraries that read all at once need it."""
+    made = encoder("flac", rate)
+    samples = tone(rate, seconds)
+    parts = [made.encode(samples[start : start + 3_333]) for start in range(0, len(samples), 3_333)]
+    assert {b""} >= set(parts)
+    data = made.finish()
+    assert len(samples) == int.from_bytes(data[18:26], "big") & 0xF_FFFF_FFFF
+    found, found_rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert (rate, len(samples)) == (found_rate, len(found))
+
+
+def test_flac_that_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long file is not kept in memory: it leaves while it is made, and decoders of streams read it."""
+    monkeypatch.setattr(encode_module, "_MAX_WHOLE", 10_000)
+    made = encoder("flac", 24_000)
+    noise = np.asarray(np.random.default_rng(1).normal(0, 0.1, 48_000), np.float32)
+    parts = [made.encode(noise[start : start + 4_800]) for start in range(0, len(noise), 4_800)]
+    assert any(parts)
+    data = b"".join(parts) + made.finish()
+    with av.open(io.BytesIO(data), "r") as file:
+        found = np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)])
+    assert len(noise) == len(found)
 
 
 def test_full_scale() -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import structlog
 from msgspec.structs import replace
 
+from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.faces import TOKENIZER
 from tests.proxy_fixture import serving
+from tests.speech import write_whisper_tokenizer
 from triton_openai.access.keys import ApiKey
+from triton_openai.adapters._common.base import Capabilities, Recognition, Synthesis
 from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable
 from triton_openai.models.binding import Binder
+from triton_openai.models.loading import LazyPrompter
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.triton.catalog import Snapshot
@@ -165,15 +170,62 @@ async def test_a_model_that_differs_between_tritons() -> None:
 
 
 async def test_an_engine_without_a_tokenizer_that_works() -> None:
-    """The model's own adapter answers for it."""
+    """The model's own adapter answers for it: without a tokenizer, and with one that is another model's."""
     models, prompter = Models(Settings(), Mock()), Mock(tokenizer=None)
     models.fleet.snapshot = Snapshot()
+    engine = Mock(capabilities=Capabilities(tokens=True, tokenizer_has=("<|startoftranscript|>",)))
     model = ServedModel(
-        name="m", triton_model="m", adapter=Mock(), reason="", settings=ModelSettings(),
+        name="m", triton_model="m", adapter=engine, reason="", settings=ModelSettings(),
         lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),
     )  # fmt: skip
     models.served = {"m": model}
 
     assert own is (await models.find("m")).adapter
-    prompter.tokenizer = Mock()
+    prompter.tokenizer = Mock(token_id=Mock(return_value=None))
+    found = await models.find("m")
+    assert own is found.adapter
+    assert "another model's: it has no '<|startoftranscript|>'" in found.reason
+    prompter.tokenizer = Mock(token_id=Mock(return_value=50_258))
     assert model is await models.find("m")
+
+
+@every_case("common, answers", [(True, "own"), (False, "engine")])
+async def test_a_tokenizer_that_does_not_load(common: bool, answers: str) -> None:
+    """The tokenizer of all models breaks no model that does without it; one that is named for a model is reported."""
+    models = Models(Settings(), Mock())
+    models.fleet.snapshot = Snapshot()
+    prompter = Mock(resolved=None, get=AsyncMock(side_effect=ConfigurationError("It cannot be loaded.")))
+    adapters = {"engine": Mock(), "own": Mock()}
+    model = ServedModel(
+        name="m", triton_model="m", adapter=adapters["engine"], reason="", settings=ModelSettings(),
+        lazy_prompter=prompter, text_level=adapters["own"], common_tokenizer=common,
+    )  # fmt: skip
+    models.served = {"m": model}
+    assert adapters[answers] is (await models.find("m")).adapter
+
+
+@every_case(
+    "capabilities, tokenizer, said",
+    [
+        (Capabilities(tokens=True, tokenizer_has=("<|startoftranscript|>",)), "chat", "--tokenizer whisper=SOURCE"),
+        (Capabilities(tokens=True, tokenizer_has=("<|startoftranscript|>",)), "whisper", None),
+        (Capabilities(tokens=True), "chat", None),
+        (Capabilities(recognition=Recognition(max_seconds=30)), "missing", None),
+        (Capabilities(synthesis=Synthesis(rate=24_000, max_seconds=30)), "missing", None),
+    ],
+)
+async def test_checks_of_tokenizers(
+    capabilities: Capabilities, tokenizer: str, said: str | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whisper's engine needs its own tokenizer; what hears or speaks in texts needs none, and none is loaded."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    sources = {
+        "chat": str(TOKENIZER),
+        "whisper": str(write_whisper_tokenizer(folder / "whisper")),
+        "missing": str(folder / "missing"),
+    }
+    prompter = LazyPrompter(ModelSettings(tokenizer=sources[tokenizer]), None)
+    failure = await prompter.check("whisper", chats=False, capabilities=capabilities)
+    assert (said is None) == (failure is None)
+    if failure is not None:
+        assert str(said) in failure.reason

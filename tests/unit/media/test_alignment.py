@@ -1,0 +1,84 @@
+"""Words are placed in the sound between pauses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from tests.speech import RATE, WORDS, hear, speak
+from triton_openai.media.alignment import align, words_of
+
+
+@every_case(
+    "text, expected",
+    [
+        ("Never tried.", ["Never", "tried."]),
+        ("Oh \u2014 no !", ["Oh\u2014", "no!"]),
+        ("\u4f60\u597d\uff0cTriton 2", ["\u4f60", "\u597d\uff0c", "Triton", "2"]),
+        ("don't", ["don't"]),
+        ("... well", ["...", "well"]),
+        ("", []),
+    ],
+)
+def test_words(text: str, expected: Sequence[str]) -> None:
+    """A word has the marks that follow it; of languages without blanks, each letter is one."""
+    assert expected == words_of(text)
+
+
+@given(
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=12),
+    st.lists(st.sampled_from((0.1, 0.2, 0.9)), min_size=12, max_size=12),
+)
+def test_words_with_pauses(words: list[str], pauses: list[float]) -> None:
+    """Where there is a pause behind each word, the times are those of the sound."""
+    parts = [speak((word,), pause=pause) for word, pause in zip(words, pauses, strict=False)]
+    samples = np.concatenate(parts)
+    found = align(" ".join(words), samples.tobytes(), RATE, start=2.0)
+    assert words == [word.text for word in found]
+    for word, (start, end, _) in zip(found, hear(samples), strict=True):
+        assert pytest.approx((start, end), abs=0.021) == (word.start - 2, word.end - 2)
+
+
+def test_words_that_follow_each_other() -> None:
+    """Without a pause between them, words share the sound by their letters; no part is left without a word."""
+    rng = np.random.default_rng(1)
+    lengths = [[("triton", 0.6), ("is", 0.3)], [("a", 0.2), ("server", 0.7), ("that", 0.4), ("answers", 0.8)]]
+    samples, expected, place = [], [], 0.0
+    for part in lengths:
+        for word, seconds in part:
+            samples.append(rng.normal(0, 0.2, int(seconds * RATE)))
+            expected.append((word, place, place + seconds))
+            place += seconds
+        samples.append(np.zeros(RATE // 2))
+        place += 0.5
+    found = align(" ".join(word for word, _, _ in expected), np.concatenate(samples).astype("<f4").tobytes(), RATE)
+    assert [word for word, _, _ in expected] == [each.text for each in found]
+    for each, (_, start, end) in zip(found, expected, strict=True):
+        assert pytest.approx((start, end), abs=0.2) == (each.start, each.end)
+
+
+@given(
+    st.lists(st.floats(-1, 1, width=32), max_size=4000),
+    st.text(st.sampled_from("ab \u4f60."), max_size=40),
+)
+def test_any_sound(samples: list[float], text: str) -> None:
+    """Whatever the sound is, every word has a place in it, and they are in their order."""
+    found = align(text, np.array(samples, "<f4").tobytes(), RATE)
+    assert [word.text for word in found] == list(words_of(text))
+    times = [time for word in found for time in (word.start, word.end)]
+    assert times == sorted(times)
+    assert all(0 <= time <= len(samples) / RATE + 0.02 for time in times)
+
+
+def test_what_it_costs() -> None:
+    """Half a minute with as many words as one can say does not take long."""
+    samples = np.concatenate([speak(("no",), pause=0.1)] * 60).tobytes()
+    before = time.thread_time()
+    align("no " * 150, samples, RATE)
+    assert time.thread_time() - before < 0.5
