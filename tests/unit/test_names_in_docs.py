@@ -54,6 +54,7 @@ _ENGINE = {
     *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
 }
 FOREIGN = {
+    "docs/guides/chat-templates.md": {"--history-template-file"},
     "docs/guides/clients.md": {"--key", "--no-deps", "--schema"},
     "docs/guides/deployment.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
     "docs/guides/kubernetes.md": _KUBERNETES,
