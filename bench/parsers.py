@@ -37,6 +37,15 @@ CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "<tool_calls><tool_call>f<tool_sep><arg_key>city</arg_key><arg_value>",
             "</arg_value></tool_call></tool_calls>",
         ),
+        "hy_v3_opensource": (
+            "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource>"
+            "<arg_key:opensource>city</arg_key:opensource><arg_value:opensource>",
+            "</arg_value:opensource></tool_call:opensource></tool_calls:opensource>",
+        ),
+        "muse_glimmer": (
+            '<atem:function_calls><atem:invoke name="f"><atem:parameter name="city">',
+            "</atem:parameter></atem:invoke></atem:function_calls>",
+        ),
         "kimi_k3": (
             '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
             '<|open|>argument key="city" type="string"<|sep|>',

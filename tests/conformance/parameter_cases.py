@@ -92,6 +92,8 @@ BIAS = {
     "embedding_bias_words": ['"', ""],
     "embedding_bias_weights": [1.5, -1.5],
 }
+# The companion model keeps a budget of the thinking itself.
+BUDGET = {"sampling.thinking_token_budget": 100}
 CONVERSATION = [
     {"role": "user", "content": '<<steer {"text": "one two three"}>>'},
     {"role": "assistant", "content": "So"},
@@ -144,11 +146,11 @@ CASES: Mapping[str, Case] = {
     "thinking": Case({"type": "disabled"}, **CHAT, prompt="Think with low effort."),
     "enable_thinking": Case(False, **CHAT, prompt="Think with low effort."),
     "reasoning": Case({"effort": "low"}, **CHAT, prompt="Think with low effort."),
-    "thinking_budget": Case(100, **CHAT, **HARMLESS),
-    "thinking_budget_tokens": Case(100, **CHAT, **HARMLESS),
-    "reasoning_budget": Case(100, **CHAT, **HARMLESS),
-    "max_thinking_tokens": Case(100, **CHAT, **HARMLESS),
-    "max_reasoning_tokens": Case(100, **CHAT, **HARMLESS),
+    "thinking_budget": Case(100, **CHAT, sent=BUDGET),
+    "thinking_budget_tokens": Case(100, **CHAT, sent=BUDGET),
+    "reasoning_budget": Case(100, **CHAT, sent=BUDGET),
+    "max_thinking_tokens": Case(100, **CHAT, sent=BUDGET),
+    "max_reasoning_tokens": Case(100, **CHAT, sent=BUDGET),
     "add_generation_prompt": Case(False, **CHAT, prompt=""),
     "chat_template_kwargs": Case({"flavour": "brief"}, **CHAT, prompt="Be brief."),
     "documents": Case([{"text": "A document."}], **CHAT, prompt="A document."),

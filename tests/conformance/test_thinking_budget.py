@@ -120,7 +120,13 @@ async def test_what_comes_with_the_answer(budgeted, stream):
             budgeted, model, thinking("So, yes", repeat=2), stream, stop=["yesSo", "nowhere"], **budget
         )
         assert ("So, ", "stop") == (message["content"], finish)
-        message, finish, _, _ = await think(budgeted, model, thinking(f"So. {CALL}"), stream, tools=[WEATHER], **budget)
+        # As ids: the text of a call would end the thinking that has it.
+        tokenizer = (await budgeted.models.served[model].prompter()).tokenizer
+        ids = tokenizer.encode(f"So. {CALL}")
+        prompt = steered(text=f"<think>First {steered('', tokens=ids)}{MANY * 4}</think>Too late.")
+        message, finish, _, _ = await think(
+            budgeted, model, prompt, stream, tools=[WEATHER], thinking_token_budget=400, max_tokens=700
+        )
         assert ("So.", "tool_calls") == (message["content"], finish)
         assert {"city": "Bonn"} == json.loads(message["tool_calls"][0]["function"]["arguments"])
         answer = await budgeted.post(

@@ -144,7 +144,8 @@ class LogitsReader:
     async def _work(self, run: PausableReceiver) -> None:
         run.pause()
         try:
-            while self._waiting:
+            # Once closed, the run may have gone on with another request.
+            while self._waiting and self._run is not None:
                 delta: Any = self._decoder.feed(self._waiting.popleft())
                 logits = delta.logits
                 delta.logits = None
@@ -159,7 +160,7 @@ class LogitsReader:
             # Also when closed: the run may go on at another Triton.
             self._task = None
             run.resume()
-        if self._end is not None:
+        if self._end is not None and self._run is not None:
             run.end(*self._end)
 
 

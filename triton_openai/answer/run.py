@@ -18,6 +18,7 @@ from triton_openai.adapters._common.base import Adapter, Decoder
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
+from triton_openai.answer.thinking_budget import ThinkingStage
 from triton_openai.answer.upstream_call import UpstreamCall, UpstreamClient
 from triton_openai.errors import InvalidAnswer, UpstreamTimeout
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
@@ -49,6 +50,8 @@ class Run(UpstreamCall):
     progress: AnswerState
     #: What its progress is.
     _state: ClassVar[type[AnswerState]] = AnswerState
+    #: What ends its thinking.
+    _stage: ThinkingStage | None = None
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Run(UpstreamCall):
         self._tokenizer = tokenizer
         self._decoder: Decoder = adapter.decoder(generation)
         self._logits: LogitsReader | None = None
-        self._pipeline = self._new_pipeline()
+        self._pipeline = Pipeline(adapter.capabilities, generation, tokenizer, progress, self._stage)
         self._max_steps = _STEPS_PER_TOKEN * generation.sampling.max_tokens + _MORE_STEPS
         # Tokens of the steps with nothing to show since the last delta that was pushed.
         self._unshown = 0
@@ -128,11 +131,10 @@ class Run(UpstreamCall):
         if self._logits is not None:
             self._logits.close()
         self._decoder = self._adapter.decoder(self._request)
-        self._pipeline = self._new_pipeline()
+        self._pipeline = Pipeline(
+            self._adapter.capabilities, self._request, self._tokenizer, self.progress, self._stage
+        )
         return self._receiver()
-
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self._adapter.capabilities, self._request, self._tokenizer, self.progress)
 
     def _encode(self, lora: Lora | None) -> InferRequest:
         generation = self._request

@@ -17,7 +17,6 @@ from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
-from triton_openai.api.fitting import fitted
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -179,7 +178,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         )
     if context.service.settings.api.strict_parameters:
         return spec
-    return fitted(spec)
+    return msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
 
 
 def _filled(

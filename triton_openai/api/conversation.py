@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,6 @@ from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
 from triton_openai.api.bodies import MAX_ITEMS, report_ignored, report_repaired
-from triton_openai.api.fitting import fitted
 from triton_openai.api.parameters import GenerationOptions
 from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
@@ -130,6 +130,13 @@ class ChatOptions(GenerationOptions, kw_only=True):
         return "top_logprobs", count
 
 
+#: All options about the thinking but the levels.
+_thinking_options = attrgetter(
+    "think", "enable_thinking", "thinking", "reasoning", "chat_template_kwargs", "thinking_token_budget",
+    "thinking_budget", "thinking_budget_tokens", "reasoning_budget", "max_thinking_tokens", "max_reasoning_tokens",
+)  # fmt: skip
+
+
 class Conversation(msgspec.Struct):
     """Messages to answer, with tools and options."""
 
@@ -189,7 +196,10 @@ async def prompt_of(
     # Before they are rendered: for each, all of its message's text is searched.
     service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
-    switches = options.switches
+    switches = None
+    values = _thinking_options(options)
+    if values.count(None) < len(values):
+        switches = options.switches
     prompt, context.record.chat_template = await rendered_chat(
         model,
         prompter,
@@ -269,10 +279,13 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         guide = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
         spec = _with(spec, guide=guide)
     if fitting:
-        spec = fitted(spec)
+        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, prompter)
-    max_thinking = conversation.options.max_thinking
+    max_thinking = None
+    values = _thinking_options(conversation.options)
+    if values.count(None) < len(values):
+        max_thinking = conversation.options.max_thinking
     if max_thinking is not None and not plan.forced:
         spec = _with_budget(context, spec, parsers, prompter.tokenizer, max_thinking, images=bool(pictures))
     if pictures or audio:

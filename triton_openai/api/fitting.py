@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 
-from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -15,11 +13,6 @@ _log = structlog.get_logger(__name__)
 
 #: The header of an answer that may have fewer tokens than its request asks for: the most that fit the context.
 LIMITED_HEADER = "x-max-tokens"
-
-
-def fitted(spec: GenerationSpec) -> GenerationSpec:
-    """Return *spec* whose answers get as many tokens as there is room for, if it asks for more."""
-    return msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
 
 
 def report_limited(record: RequestRecord, asked: int, runs: Sequence[Run]) -> None:

@@ -587,8 +587,10 @@ async def runs_of(
     upstream = context.upstream()
     with record.stage(TOKENIZE):
         runs = await prepare(model, tokenizer, prompts, spec, upstream, context.limits)
-    if spec.limit.open and spec.limit.asked is not None:
-        report_limited(record, spec.limit.asked, runs)
+    asked = spec.limit.asked
+    # Most requests have one prompt, whose answer has room.
+    if asked is not None and (len(runs) > 1 or runs[0].generation.sampling.max_tokens < asked):
+        report_limited(record, asked, runs)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id

@@ -131,6 +131,8 @@ _REASONING: Mapping[str, Sequence[str]] = {
     "minimax_m3": ("reasoning:MiniMaxM3",),
     "apertus": ("reasoning:Apertus", "apertus2509"),
     "apriel": ("reasoning:Apriel",),
+    "hy_v3_opensource": ("reasoning:Hy3OpenSource", "hy3_opensource"),
+    "muse_glimmer": ("channels:MuseGlimmer", "muse", "museglimmer"),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
@@ -183,6 +185,8 @@ _TOOL_RULES = (
     DetectionRule("gigachat3", ("function call", "<|role_sep|>")),
     DetectionRule("gigachat3", ("<|function_call|>",)),
     DetectionRule("dots", ("<dots_function_call>",)),
+    DetectionRule("hy_v3_opensource", (":opensource", "tool_sep")),
+    DetectionRule("muse_glimmer", ("<atem:",)),
     DetectionRule("hy_v3", ("<tool_sep>", "<arg_key>")),
     DetectionRule("glm45", ("<arg_key>", "<arg_value>")),
     DetectionRule("seed_oss", ("<seed:tool_call>",)),
@@ -221,6 +225,8 @@ _TOOL_RULES = (
 _REASONING_RULES = (
     DetectionRule("openai_gptoss", ("<|channel|>", "<|message|>")),
     DetectionRule("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    DetectionRule("hy_v3_opensource", (":opensource", "think")),
+    DetectionRule("muse_glimmer", ("<atem:", "<|message|>")),
     DetectionRule("minimax_m3", ("<mm:think>",)),
     DetectionRule("apertus", ("<|inner_prefix|>",)),
     DetectionRule("apriel", ("[BEGIN FINAL RESPONSE]",)),

@@ -370,3 +370,13 @@ class Apriel(Delimited):
     implied = ("<tool_calls>",)
     begins_inside = True
     dropped = ("[END FINAL RESPONSE]", "<|end|>")
+
+
+class Hy3OpenSource(Delimited):
+    """Tencent's Hy3 with the tags of its open release; without them it is like Qwen 3."""
+
+    special_tokens = True
+    openings = ("<think:opensource>",)
+    closings = ("</think:opensource>",)
+    implied = ("<tool_calls:opensource>",)
+    space_at_end = ("", "")

@@ -99,7 +99,6 @@ MISTAKES: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
         (CHAT, ([{"type": "file", "file": {"file_id": "f"}}],), {}, "messages[0].content[0].file.file_id"),
         (RESPONSES, ([{"type": "input_file", "file_id": "f"}],), {}, "input[0].content[0].file_id"),
     ],
-    "a limit that the context has no room for": [(CHAT, ("a",), {"max_completion_tokens": 500}, "messages")],
     "fewer tokens than the least": [(CHAT, ("a",), {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens")],
 }  # fmt: skip
 

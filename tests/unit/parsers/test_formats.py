@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ HY3 = (
     "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now<tool_sep></tool_call>\n</tool_calls>"
 )
+MARKED = re.sub(r"(</?\w+)>", r"\1:opensource>", HY3)
+MUSE = (
+    '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+    '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+)
 
 
 @every_case("name,text,content,calls", [
@@ -68,6 +74,10 @@ HY3 = (
      "<|message_sep|>\n\n", "Look.", [("f", PARIS)]),
     ("gigachat3", 'Look.<|function_call|>{"name": "f", "arguments": {"city": "Paris"}}', "Look.", [("f", PARIS)]),
     ("hy_v3", f"Look.\n{HY3}", "Look.", [("f", PARIS_2), ("now", {})]),
+    ("hy_v3_opensource", f"Look.\n{MARKED}", "Look.", [("f", PARIS_2), ("now", {})]),
+    ("hy_v3_opensource", '<tool_call:opensource>f<tool_sep:opensource>{"city": "Paris"}<end_of_tool_call:opensource>',
+     "", [("f", PARIS)]),
+    ("muse_glimmer", f"Look. {MUSE}", "Look.", [("f", PARIS_2)]),
     ("kimi_k3", f"<|open|>tools<|sep|>{K3}{K3_JSON}<|close|>tools<|sep|>", "", [("f", PARIS_2), ("f", PARIS)]),
     ("minimax_m3", f"Look.\n{M3}", "Look.", [("f", PARIS_2)]),
     ("dots", '<dots_function_call>{"name": "f", "arguments": {"city": "Paris"}}</dots_function_call>', "",
@@ -85,6 +95,15 @@ def test_new_formats(name: str, text: str, content: str, calls: list[tuple[str, 
      "<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>", ("Look.", "Hm.", [("f", PARIS_2)])),
     ("kimi_k3", "kimi_k3", "<|open|>response<|sep|>", "Hi.<|close|>response<|sep|><|close|>message<|sep|>",
      ("Hi.", "", [])),
+    ("hy_v3_opensource", "hy_v3_opensource", "<think:opensource>", f"Hm.</think:opensource>Look.{MARKED}",
+     ("Look.", "Hm.", [("f", PARIS_2), ("now", {})])),
+    ("muse_glimmer", "muse_glimmer", "<|start|>assistant",
+     f" to=self<|message|>Hm.<|eom|><|start|>assistant to=f<|message|>{MUSE}<|eom|>"
+     "<|start|>assistant to=user<|message|>Look.<|eot|>", ("Look.", "Hm.", [("f", PARIS_2)])),
+    ("muse_glimmer", "muse_glimmer", "<|start|>assistant to=self<|message|>",
+     "Hm.<|eom|><|start|>assistant to=user<|message|>Hi.<|eot|>", ("Hi.", "Hm.", [])),
+    ("muse_glimmer", "muse_glimmer", "", "<|message|>Hi.", ("Hi.", "", [])),
+    ("muse_glimmer", "muse_glimmer", "", "No header.", ("No header.", "", [])),
     ("minimax_m3", "minimax_m3", "<mm:think>", f"Hm.</mm:think>Look.{M3}", ("Look.", "Hm.", [("f", PARIS_2)])),
     ("apertus", "apertus", "", "<|inner_prefix|>Hm.<|inner_suffix|>Hi.", ("Hi.", "Hm.", [])),
     ("jamba", "apriel", "Here are my reasoning steps:\n",
@@ -107,6 +126,8 @@ def test_new_formats_of_reasoning(name: str, reasoning: str, prompt: str, text: 
     ("'role': 'function call' role_sep='<|role_sep|>\n'", "gigachat3", None),
     ("<|function_call|>", "gigachat3", None),
     ("<tool_call>f<tool_sep><arg_key>k</arg_key><arg_value>v</arg_value> <think></think>", "hy_v3", "glm45"),
+    ("{% set t = ':opensource' %}{{ '<tool_sep' + t }} {{ '</think' + t }}", "hy_v3_opensource", "hy_v3_opensource"),
+    ("to=self<|message|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
     ("<tool_calls>[ [BEGIN FINAL RESPONSE]", "jamba", "apriel"),
     ("<dots_function_call>", "dots", None),
     # Gemma 4's template as users edit it

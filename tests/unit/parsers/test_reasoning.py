@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.unit.parsers.thinking_marks import marks_of
 from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
 from triton_openai.parsers.events import Content, Event, Reasoning
 from triton_openai.parsers.grammar import Grammar
@@ -207,10 +208,8 @@ def test_any_text(words: list[str], borders: list[int]) -> None:
 @every_case("name", REASONING_PARSERS.table)
 def test_cost_is_linear(name: str) -> None:
     """A character is looked at a bounded number of times, in thinking and in the answer."""
-    front, middle = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    front, middle = marks_of(name)
     parser_class = REASONING_PARSERS.load(name)
-    if name != "openai_gptoss":
-        front, middle = parser_class.openings[0], parser_class.closings[0]  # type: ignore[attr-defined]
     for body in ("lorem ipsum ", "</thin [/THIN Here's m ◁/th <|en ", "<[◁H", "\n"):
         text = front + body * (2_000 // len(body)) + middle + body * (2_000 // len(body))
         for pieces in ([text], list(text)):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.unit.parsers.thinking_marks import marks_of
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Reasoning
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
@@ -45,8 +46,12 @@ def test_the_end_of_the_thinking_of_each_family(name: str, calls: bool) -> None:
     """What the service writes in place of the model ends the thinking, shows nowhere, and the answer follows."""
     kind = REASONING_PARSERS.load(name)
     ending = kind.ending(calls=calls)
-    begin = "<|channel|>analysis<|message|>" if "|end|" in ending else kind.openings[0]  # type: ignore[attr-defined]
-    follows = "<|message|>Yes." if ending.endswith("commentary") else "Yes."
+    begin, _ = marks_of(name)
+    follows = "Yes."
+    if ending.endswith("commentary"):
+        follows = "<|message|>Yes."
+    elif ending.endswith("to="):
+        follows = "user<|message|>Yes."
     meter = kind.meter("", ())
     measured(meter, [begin, "Hm, well"])
     assert meter.inside

@@ -22,7 +22,7 @@ _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 #: What stands between the name of a call and its arguments.
 _BEFORE_ARGUMENTS = re.compile(
-    r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|```(?:json)?|<\|channel\|>\w{0,64}+"
+    r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|<tool_sep(?::\w{1,32})?>|```(?:json)?|<\|channel\|>\w{0,64}+"
     r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
 )
 _CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
