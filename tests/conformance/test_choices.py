@@ -18,6 +18,7 @@ from tests.conformance.calls import (
     ask,
     id_of,
     in_session_loop,
+    inputs_asked,
     inputs_of,
     recorded,
     require,
@@ -395,6 +396,32 @@ async def test_special_tokens_on_top_of_a_chat_template(proxy, triton, model):
         assert 1 + plain.json["usage"]["prompt_tokens"] == added.json["usage"]["prompt_tokens"]
     else:
         assert (400, "add_special_tokens") == (added.status, added.error["param"])
+
+
+async def test_the_answers_of_a_beam_search(proxy, triton):
+    """They are those of one search for each prompt: different ones, the likeliest first, with log probabilities."""
+    prompts = [steered(text="a"), steered(text="one two")]
+    body = {"model": "companion", "use_beam_search": True, "n": 2, "max_tokens": 1, "logprobs": 1}
+    answer = await proxy.post("/v1/completions", {**body, "prompt": prompts})
+
+    assert 200 == answer.status, answer.body
+    choices = answer.json["choices"]
+    assert 4 == len(choices)
+    for best, other in (choices[:2], choices[2:]):
+        assert best["text"] != other["text"]
+        assert best["logprobs"]["token_logprobs"] >= other["logprobs"]["token_logprobs"]
+    asked = await inputs_asked(triton, "companion", answer.json["id"], 4)
+    searches = [json.loads(inputs["request"]["value"][0])["beams"] for inputs in asked]
+    assert [0, 1, 0, 1] == [search["index"] for search in searches]
+    assert 2 == len({search["search"] for search in searches})
+
+
+async def test_a_guided_beam_search(proxy):
+    """There is none: the search does not follow a guide."""
+    body = {"model": "companion", "prompt": "Hi", "use_beam_search": True, "guided_regex": "a"}
+    answer = await proxy.post("/v1/completions", body)
+
+    assert (400, "use_beam_search") == (answer.status, answer.error["param"])
 
 
 @every_case("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])

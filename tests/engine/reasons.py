@@ -51,7 +51,7 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
          "The backend takes text and adds the special tokens to it. Prompts that would change by that are refused,"
          " and a prompt that is cut at its beginning keeps the special token.",
          "^completion: (token ids without BOS|no special tokens|cut at its beginning)(, streamed)?$|"
-         "^chat: (special tokens added|cut)(, streamed)?$",
+         "^chat: cut(, streamed)?$",
          r"status|choices\[\]\.(text|token_ids\[\]|message\.content|delta\.content)|"
          r"(choices\[\]\.)?prompt_token_ids\[\]"),
         ("`logit_bias`, `prompt_logprobs`, `echo` with `logprobs`, `use_beam_search`, `priority`",
