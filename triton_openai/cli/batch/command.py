@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -160,8 +160,10 @@ async def _answered(client: Client, files: RunFiles, prompts: Prompts, model: st
         else:
             remote = RemoteRun(client, files, counts, window=options.window, max_lines=options.lines_per_batch)
             await remote.run(partial(prompts.requests, model))
-    except (asyncio.CancelledError, RequestFailure, BatchFailed) as error:
-        files.sync()
+    except (asyncio.CancelledError, RequestFailure, BatchFailed, OSError) as error:
+        # What fails again is the reason already.
+        with suppress(OSError):
+            files.sync()
         progress.close()
         _say(_stopped(error, files, options))
         if isinstance(error, asyncio.CancelledError):
@@ -196,6 +198,8 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
         texts.append(error.message)
         if error.status in _NO_SUCH_PATH and not options.live:
             texts.append("A service without batches gets the requests one by one with --live.")
+    elif isinstance(error, OSError):
+        texts.append(f"The answers cannot be written: {error.strerror or error}.")
     elif isinstance(error, BatchFailed):
         texts.append(str(error))
     texts.append(f"Stopped: {len(files.answers.ids):,} of {state.total:,} lines have answers in {options.output}.")
