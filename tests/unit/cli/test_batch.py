@@ -416,7 +416,9 @@ async def test_failed_lines_of_a_batch_are_sent_again(tmp_path: Path, capsys: An
             assert 1 == await run(service.url, "-i", requests, "-o", output)
             assert ({"good", "last", "other"}, ["bad"]) == (set(ids(output)), ids(tmp_path / "out.errors.jsonl"))
             assert number == len(await listed(service))
-        assert "out.errors.jsonl" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "out.errors.jsonl" in said
+        assert "The first: HTTP 400: Invalid value for 'max_tokens'" in said
 
 
 async def test_a_batch_that_is_refused_as_a_whole(prompts: Path, tmp_path: Path, capsys: Any) -> None:

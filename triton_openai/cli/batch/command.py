@@ -21,7 +21,7 @@ from triton_openai.cli.batch.live import LiveRun
 from triton_openai.cli.batch.progress import duration, lines_text, progress_for, short
 from triton_openai.cli.batch.prompts import Prompts
 from triton_openai.cli.batch.remote import BatchFailed, RemoteRun, batches, problems_of
-from triton_openai.cli.batch.results import RunCounts, read_result
+from triton_openai.cli.batch.results import RunCounts, read_result, reason_of
 from triton_openai.cli.terminal import table
 from triton_openai.errors import ConfigurationError
 
@@ -226,7 +226,10 @@ def _summary(files: RunFiles, counts: RunCounts, options: BatchOptions, new: int
             pace = f" in {duration(seconds)}, {new / seconds:.1f} lines/s"
         _say(f"{new:,} of them now{pace}: {tokens}")
     if failed:
+        with files.errors_path.open("rb") as errors:
+            reason = reason_of(errors.readline())
         _say(f"{lines_text(failed)} failed: {files.errors_path}. The same command again retries them.")
+        _say(f"The first: {reason}")
         return 1
     return 0
 
