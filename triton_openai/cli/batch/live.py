@@ -14,9 +14,9 @@ from triton_openai.cli.batch.results import Result, RunCounts, result_line, toke
 
 # Seconds after which what was written survives a failure of the machine.
 _SYNC_SECONDS = 2.0
-# Statuses and codes that every further line would get, too; the code is OpenAI's for an account without money.
-_HOPELESS = (401, 403)
-_HOPELESS_CODES = ("insufficient_quota",)
+# What every further line would get, too: a wrong key, and at OpenAI an account without money.
+_WRONG_KEY = 401
+_NO_MONEY = "insufficient_quota"
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -72,7 +72,7 @@ class LiveRun:
             try:
                 result = await self._ask(request)
             except RequestFailure as failure:
-                if failure.status in _HOPELESS or failure.code in _HOPELESS_CODES:
+                if failure.status == _WRONG_KEY or failure.code == _NO_MONEY:
                     raise
                 if failure.passing and attempt <= self._retries:
                     self._note(failure)
