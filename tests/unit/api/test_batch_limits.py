@@ -84,6 +84,30 @@ async def test_batches_at_the_same_time_have_one_limit(
             assert 3 == statuses.count("in_progress"), statuses
 
 
+async def test_messages_beyond_the_limit_say_so(tmp_path: Path) -> None:
+    """A batch of Anthropic's API has no errors of its own: each of its requests has the reason."""
+    async with (
+        FakeTriton(config_of(MODEL)) as triton,
+        serving(settings_of(tmp_path, triton, max_enqueued_tokens=10)) as proxy,
+    ):
+        await proxy.ready()
+        client = Client(proxy, triton)
+        params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 100}]}
+        requests = [{"custom_id": f"id-{number}", "params": params} for number in range(3)]
+        _, batch = await client.call("POST", "/v1/messages/batches", json={"requests": requests})
+        path = f"/v1/messages/batches/{batch['id']}"
+        while batch["processing_status"] != "ended":
+            await asyncio.sleep(0.01)
+            _, batch = await client.call("GET", path)
+        assert 3 == batch["request_counts"]["errored"]
+        headers = {"Authorization": "Bearer sk-1"}
+        async with proxy.client.get(f"{path}/results", headers=headers) as response:
+            results = [json.loads(one) for one in (await response.text()).splitlines()]
+        assert ["id-0", "id-1", "id-2"] == [one["custom_id"] for one in results]
+        assert "Enqueued token limit" in results[0]["result"]["error"]["error"]["message"]
+        assert [] == triton.asked
+
+
 async def test_a_model_can_have_another_number(tmp_path: Path) -> None:
     """The setting of a model takes the place of that of all, also without the latter, and by any of its names."""
     async with FakeTriton(config_of(MODEL)) as triton:
