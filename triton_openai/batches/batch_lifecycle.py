@@ -21,7 +21,7 @@ import structlog
 from triton_openai import errors
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
-from triton_openai.batches.enqueued import enqueue, max_inputs_of
+from triton_openai.batches.enqueued import enqueue, fail_with_results, max_inputs_of
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
@@ -151,8 +151,9 @@ class BatchLifecycle:
                 if not reader.problems:
                     lines = [line._replace(model=names[line.model]) for line in lines]
                     await self._store.lines.add(batch, lines)
-        running.problems = reader.problems or await enqueue(self._store.enqueued, self._host, batch, reader, names)
-        if running.problems:
+        refused = reader.problems or await enqueue(self._store.enqueued, self._host, batch, reader, names)
+        if refused and (reader.problems or batch.kind == "openai"):
+            running.problems = refused
             return
 
         def begin(batch: Batch) -> None:
@@ -161,11 +162,14 @@ class BatchLifecycle:
             batch.model = None
             if len(names) == 1:
                 (batch.model,) = names.values()
-            if batch.status == "validating":
+            if refused:
+                fail_with_results(batch, refused)
+            elif batch.status == "validating":
                 batch.set_status("in_progress")
 
         running.batch = await self._store.batches.change_leased(batch, begin)
-        await self._add_rejected(running, reader)
+        if not refused:
+            await self._add_rejected(running, reader)
 
     async def _check_model(
         self, reader: InputReader, batch: Batch, model: str, brings_template: bool, line: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from io import BufferedReader, FileIO
@@ -100,6 +100,10 @@ class BucketFiles(Files):
         prefix = f"batches/{file_id}/"
         objects = await self._objects(f"batches/{file_id}")
         return {f"{file_id}.{meta['path'].removeprefix(prefix)}": meta["size"] for meta in objects}
+
+    async def _parts_of(self, file_ids: Collection[str]) -> Sequence[str]:
+        paths = [meta["path"].split("/") for meta in await self._objects("batches")]
+        return [f"{path[1]}.{path[2]}" for path in paths if path[1] in file_ids]
 
     async def unlink(self, *names: str) -> None:
         await self._delete([file_key(name) for name in names])

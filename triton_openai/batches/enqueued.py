@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,19 @@ def max_inputs_of(batch: Batch, settings: BatchesSettings) -> int | None:
     if batch.endpoint == _EMBEDDINGS:
         return settings.max_embedding_inputs
     return None
+
+
+def fail_with_results(batch: Batch, refused: Sequence[BatchError]) -> None:
+    """
+    Decide that *batch* fails, with a result for each line: a batch of Anthropic's API has no errors of its own.
+
+    None of its lines has run.
+    """
+    batch.outcome = "failed"
+    batch.problems = list(refused)
+    batch.output = f"file-{os.urandom(16).hex()}"
+    if batch.status != "cancelling":
+        batch.set_status("finalizing")
 
 
 async def enqueue(

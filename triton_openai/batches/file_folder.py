@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -168,6 +168,11 @@ class Files:
         """Return the bytes of each file that belongs to the upload of a file, by its name."""
         return await on_disk(_sizes, self.folder, f"{file_id}.")
 
+    async def _parts_of(self, file_ids: Collection[str]) -> Sequence[str]:
+        """Return the names of what belongs to the uploads of these files."""
+        names = await on_disk(_sizes, self.folder, "")
+        return [name for name in names if _owner_of_part(name) in file_ids]
+
     async def delete(self, file: StoredFile) -> bool:
         """Delete *file*, unless an open batch reads it; return whether it was deleted."""
         if not await self.store.files.expire(file.id):
@@ -183,8 +188,8 @@ class Files:
         # The table has them until they are deleted.
         await self.unlink(*expired)
         await on_disk(self._unlink, [f"{file_id}.new" for file_id in expired])
-        for file_id in expired:
-            await self.unlink(*await self.part_sizes(file_id))
+        if expired:
+            await self.unlink(*await self._parts_of(set(expired)))
         await self.store.files.delete(expired)
         await self.store.batches.delete_ended(now - self.settings.max_age * 86_400)
         before = now - UPLOAD_SECONDS
@@ -236,6 +241,12 @@ def input_name(batch: Batch) -> str:
     if batch.input == batch.id:
         return f"{batch.id}.requests"
     return batch.input
+
+
+def _owner_of_part(name: str) -> str:
+    """Return the id of the file whose upload has the part *name*."""
+    file_id, _, _ = name.partition(".")
+    return file_id
 
 
 def _owner_of(name: str) -> str:

@@ -184,6 +184,8 @@ def rendered(batch: Batch, number: int, custom_id: str, outcome: Outcome) -> byt
 def never_ran(batch: Batch, number: int, custom_id: str) -> bytes:
     """Return the line of a batch's file for a line that never ran."""
     kind, code, message = _NEVER_RAN[batch.outcome]
+    if batch.problems:
+        message = f"{message} {batch.problems[0].message}"
     result: dict[str, Any] = {"type": kind}
     if kind == "errored":
         result["error"] = {"type": "error", "error": {"type": "api_error", "message": message}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,8 @@ async def test_enqueued_tokens_count_until_a_batch_ends(place: Place, tmp_path: 
 
             async def status_of(client: Client, tokens: int) -> tuple[str, dict[str, Any]]:
                 batch = await client.create([sized(tokens)])
-                async with client.proxy.client.get("/health/live"):
-                    pass
                 while batch["status"] == "validating":
+                    await asyncio.sleep(0.01)
                     _, batch = await client.call("GET", f"/v1/batches/{batch['id']}")
                 return batch["status"], batch
 
@@ -61,6 +61,51 @@ async def test_enqueued_tokens_count_until_a_batch_ends(place: Place, tmp_path: 
             await one.call("POST", f"/v1/batches/{first['id']}/cancel")
             assert "cancelled" == (await one.ended(first))["status"]
             assert "in_progress" == (await status_of(one, 600))[0]
+
+
+async def test_batches_at_the_same_time_have_one_limit(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are validated together do not exceed it together."""
+    async with FakeTriton(config_of(MODEL)) as triton:
+        settings = settings_of(tmp_path, triton)
+        batches = BatchesSettings(store=place.batches, max_enqueued_tokens=1000, paused=True)
+        settings = replace(settings, batches=batches, files=replace(settings.files, store=place.files))
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            client = Client(proxy, triton)
+            made = await asyncio.gather(*(client.create([sized(300)]) for _ in range(6)))
+            statuses = []
+            for batch in made:
+                while batch["status"] == "validating":
+                    await asyncio.sleep(0.01)
+                    _, batch = await client.call("GET", f"/v1/batches/{batch['id']}")  # noqa: PLW2901
+                statuses.append(batch["status"])
+            assert 3 == statuses.count("in_progress"), statuses
+
+
+async def test_messages_beyond_the_limit_say_so(tmp_path: Path) -> None:
+    """A batch of Anthropic's API has no errors of its own: each of its requests has the reason."""
+    async with (
+        FakeTriton(config_of(MODEL)) as triton,
+        serving(settings_of(tmp_path, triton, max_enqueued_tokens=10)) as proxy,
+    ):
+        await proxy.ready()
+        client = Client(proxy, triton)
+        params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 100}]}
+        requests = [{"custom_id": f"id-{number}", "params": params} for number in range(3)]
+        _, batch = await client.call("POST", "/v1/messages/batches", json={"requests": requests})
+        path = f"/v1/messages/batches/{batch['id']}"
+        while batch["processing_status"] != "ended":
+            await asyncio.sleep(0.01)
+            _, batch = await client.call("GET", path)
+        assert 3 == batch["request_counts"]["errored"]
+        headers = {"Authorization": "Bearer sk-1"}
+        async with proxy.client.get(f"{path}/results", headers=headers) as response:
+            results = [json.loads(one) for one in (await response.text()).splitlines()]
+        assert ["id-0", "id-1", "id-2"] == [one["custom_id"] for one in results]
+        assert "Enqueued token limit" in results[0]["result"]["error"]["error"]["message"]
+        assert [] == triton.asked
 
 
 async def test_a_model_can_have_another_number(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -169,6 +170,8 @@ async def test_live_requests_are_bounded_and_answered(prompts: Path, tmp_path: P
         ([status(429)] * 9, 9, False),
         ([status(502)] * 9, 9, False),
         ([status(400)], 1, False),
+        # For example, a model that the key may not use.
+        ([status(403)], 1, False),
         ([status(413, body="too large")], 1, False),
         ([status(307, Location="http://user:secret@other/")], 1, False),
         ([status(200, body="no JSON")] * 9, 9, False),
@@ -224,14 +227,14 @@ async def test_all_requests_wait_when_the_service_asks_for_it(
     assert 2 < len([seconds for seconds in slept if 39 < seconds <= 40])
 
 
-@pytest.mark.parametrize("code", [401, 403])
+@pytest.mark.parametrize("code", [401, 429])
 async def test_a_wrong_key_ends_a_run_at_once(code: int, prompts: Path, tmp_path: Path, capsys: Any) -> None:
     """No other line would be answered, and none is failed for that."""
     output = tmp_path / "out.jsonl"
     async with live() as service:
         for number in range(1, 11):
             service.behaviour[f"Prompt {number}?"] = [
-                status(code, body='{"error": {"message": "Wrong key sk-12345678."}}')
+                status(code, body='{"error": {"message": "Wrong key sk-12345678.", "code": "insufficient_quota"}}')
             ]
         assert 1 == await run(service.url, prompts, "-o", output, "--live", "--concurrency", 2)
         assert sum(service.asked.values()) <= 2
@@ -239,6 +242,33 @@ async def test_a_wrong_key_ends_a_run_at_once(code: int, prompts: Path, tmp_path
         assert f"HTTP {code}: Wrong key <redacted>" in said
         service.behaviour.clear()
         assert 0 == await run(service.url, prompts, "-o", output, "--live")
+
+
+async def test_a_full_disk_ends_a_run(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The reason is a sentence, and half a line that was written is not taken for an answer."""
+    output = tmp_path / "out.jsonl"
+    real = os.write
+    written: list[int] = []
+
+    def write(descriptor: int, data: Any) -> int:
+        if data[:12] == b'{"id":"live_':
+            written.append(descriptor)
+            if len(written) == 5:
+                return real(descriptor, data[:50])
+        if len(written) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data)
+
+    async with live() as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            assert 1 == await run(service.url, prompts, "-o", output, "--live", "--concurrency", 1)
+        assert "No space left on device" in capsys.readouterr().err
+        assert 4 == output.read_bytes().count(b"\n")
+        assert 0 == await run(service.url, prompts, "-o", output, "--live", "--ordered")
+    assert ALL == ids(output)
 
 
 async def test_a_service_that_is_away_fails_no_lines(prompts: Path, tmp_path: Path, capsys: Any) -> None:
@@ -388,7 +418,9 @@ async def test_failed_lines_of_a_batch_are_sent_again(tmp_path: Path, capsys: An
             assert 1 == await run(service.url, "-i", requests, "-o", output)
             assert ({"good", "last", "other"}, ["bad"]) == (set(ids(output)), ids(tmp_path / "out.errors.jsonl"))
             assert number == len(await listed(service))
-        assert "out.errors.jsonl" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "out.errors.jsonl" in said
+        assert "The first: HTTP 400: Invalid value for 'max_tokens'" in said
 
 
 async def test_a_batch_that_is_refused_as_a_whole(prompts: Path, tmp_path: Path, capsys: Any) -> None:

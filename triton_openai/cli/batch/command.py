@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from triton_openai.cli.batch.live import LiveRun
 from triton_openai.cli.batch.progress import duration, lines_text, progress_for, short
 from triton_openai.cli.batch.prompts import Prompts
 from triton_openai.cli.batch.remote import BatchFailed, RemoteRun, batches, problems_of
-from triton_openai.cli.batch.results import RunCounts, read_result
+from triton_openai.cli.batch.results import RunCounts, read_result, reason_of
 from triton_openai.cli.terminal import table
 from triton_openai.errors import ConfigurationError
 
@@ -160,8 +160,10 @@ async def _answered(client: Client, files: RunFiles, prompts: Prompts, model: st
         else:
             remote = RemoteRun(client, files, counts, window=options.window, max_lines=options.lines_per_batch)
             await remote.run(partial(prompts.requests, model))
-    except (asyncio.CancelledError, RequestFailure, BatchFailed) as error:
-        files.sync()
+    except (asyncio.CancelledError, RequestFailure, BatchFailed, OSError) as error:
+        # What fails again is the reason already.
+        with suppress(OSError):
+            files.sync()
         progress.close()
         _say(_stopped(error, files, options))
         if isinstance(error, asyncio.CancelledError):
@@ -196,6 +198,8 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
         texts.append(error.message)
         if error.status in _NO_SUCH_PATH and not options.live:
             texts.append("A service without batches gets the requests one by one with --live.")
+    elif isinstance(error, OSError):
+        texts.append(f"The answers cannot be written: {error.strerror or error}.")
     elif isinstance(error, BatchFailed):
         texts.append(str(error))
     texts.append(f"Stopped: {len(files.answers.ids):,} of {state.total:,} lines have answers in {options.output}.")
@@ -222,7 +226,10 @@ def _summary(files: RunFiles, counts: RunCounts, options: BatchOptions, new: int
             pace = f" in {duration(seconds)}, {new / seconds:.1f} lines/s"
         _say(f"{new:,} of them now{pace}: {tokens}")
     if failed:
+        with files.errors_path.open("rb") as errors:
+            reason = reason_of(errors.readline())
         _say(f"{lines_text(failed)} failed: {files.errors_path}. The same command again retries them.")
+        _say(f"The first: {reason}")
         return 1
     return 0
 

@@ -14,8 +14,9 @@ from triton_openai.cli.batch.results import Result, RunCounts, result_line, toke
 
 # Seconds after which what was written survives a failure of the machine.
 _SYNC_SECONDS = 2.0
-# Statuses that every further line would get, too.
-_HOPELESS = (401, 403)
+# What every further line would get, too: a wrong key, and at OpenAI an account without money.
+_WRONG_KEY = 401
+_NO_MONEY = "insufficient_quota"
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -35,6 +36,7 @@ class LiveRun:
         self._retries = retries
         # Until when no request is sent, by the clock of the event loop.
         self._paused_until = 0.0
+        self._noted = False
         self._succeeded = 0
 
     async def run(self, requests: Iterator[Request]) -> None:
@@ -70,10 +72,10 @@ class LiveRun:
             try:
                 result = await self._ask(request)
             except RequestFailure as failure:
-                if failure.status in _HOPELESS:
+                if failure.status == _WRONG_KEY or failure.code == _NO_MONEY:
                     raise
                 if failure.passing and attempt <= self._retries:
-                    self._wait_for(failure, attempt)
+                    self._note(failure)
                     await asyncio.sleep(delay(attempt, failure.retry_after))
                     continue
                 if failure.status == 0 and self._succeeded == succeeded_before:
@@ -83,11 +85,11 @@ class LiveRun:
             self._succeeded += 1
             return result
 
-    def _wait_for(self, failure: RequestFailure, attempt: int) -> None:
-        """Let all requests wait if the service asks for that."""
-        if attempt == 1 and self._paused_until == 0:
+    def _note(self, failure: RequestFailure) -> None:
+        """Show the first failure, and let all requests wait if the service asks for that."""
+        if not self._noted:
             self._counts.note(f"{failure.message} Trying again.")
-            self._paused_until = 1e-9
+            self._noted = True
         if failure.retry_after is not None:
             until = asyncio.get_running_loop().time() + failure.retry_after
             self._paused_until = max(self._paused_until, until)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from triton_openai.cli.batch.answers import RunFiles
+from triton_openai.cli.batch.client import error_of
 from triton_openai.cli.batch.progress import Progress
 from triton_openai.json_lines import escape_line_breaks
 
@@ -35,6 +36,15 @@ class _Line(msgspec.Struct):
     response: _Response | None = None
 
 
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _FailedLine(msgspec.Struct):
+    response: _Response | None = None
+    error: _Error | None = None
+
+
 _line = msgspec.json.Decoder(_Line).decode
 
 
@@ -56,6 +66,21 @@ def read_result(data: bytes) -> Result:
         return Result(line.custom_id, False, data)
     read, written = tokens_of(bytes(response.body))
     return Result(line.custom_id, True, data, read, written)
+
+
+def reason_of(data: bytes) -> str:
+    """Return why the line of a file of results has failed: the message of its error, or of the answer's."""
+    try:
+        line = msgspec.json.decode(data, type=_FailedLine)
+    except msgspec.MsgspecError:
+        return ""
+    if line.error is not None:
+        return line.error.message
+    message = ""
+    if line.response is not None:
+        message, _ = error_of(bytes(line.response.body))
+        message = f"HTTP {line.response.status_code}: {message}"
+    return message
 
 
 def tokens_of(body: bytes) -> tuple[int, int]:
