@@ -25,6 +25,7 @@ from tests.conformance.test_transcriptions import settings_for
 from tests.proxy_fixture import Proxy, serving
 from tests.speech import RATE, SENTENCE, speak
 from tests.triton_fixture import TestTriton
+from triton_openai.api.realtime import input_audio, turn_runner, turns
 from triton_openai.api.realtime import session as sessions
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import AccessSettings, AudioLimits, RestrictedApi, ServerSettings
@@ -313,7 +314,7 @@ async def test_bad_events(proxy: Proxy, frame: str | bytes, param: str | None, c
         ({"format": {"type": "audio/opus"}}, "session.audio.input.format.type", None),
         ({"format": {"type": "audio/pcm", "rate": 1}}, "session.audio.input.format.rate", None),
         ({"format": {"type": "audio/pcm", "rate": 1e400}}, None, None),
-        ({"turn_detection": {"type": "semantic_vad"}}, "turn_detection.type", "invalid_value"),
+        ({"turn_detection": {"type": "semantic_vad"}}, "session.audio.input.turn_detection.type", "invalid_value"),
         ({"turn_detection": {"threshold": 2}}, "session.audio.input.turn_detection.threshold", None),
         ({"turn_detection": {"prefix_padding_ms": -1}}, "session.audio.input.turn_detection.prefix_padding_ms", None),
         ({"transcription": {"model": "nobody"}}, "model", "model_not_found"),
@@ -564,3 +565,45 @@ async def test_a_client_that_leaves(proxy: Proxy, recognizers: TestTriton) -> No
         while service.realtime_sessions.total() or service.executor.draining._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not service.media.reserved
+
+
+async def test_a_bug(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An error that nobody expected ends the session with a code, and its details stay in the log."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    async with session(proxy, f"{PATH}&model=infer_bls") as client:
+        monkeypatch.setattr(input_audio.InputAudio, "append", fail)
+        await client.append(bytes(4800))
+        error = await client.error()
+        assert "server_error" == error["type"]
+        assert "secret" not in str(error)
+        message = await asyncio.wait_for(client.socket.receive(), 10)
+        assert (WSMsgType.CLOSE, 1011) == (message.type, message.data)
+
+
+async def test_a_model_that_is_late(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, recognizers: TestTriton) -> None:
+    """The audio of a turn for which there is no room is dropped with an error, and the session goes on."""
+    monkeypatch.setattr(turn_runner, "_MAX_WAIT", 0.05)
+    monkeypatch.setattr(turn_runner, "_MAX_TURNS", 1)
+    held = asyncio.Event()
+    transcribe = turns.WholeTurn.transcribe
+
+    async def wait(*arguments: Any, **options: Any) -> Any:
+        await held.wait()
+        return await transcribe(*arguments, **options)
+
+    monkeypatch.setattr(turns.WholeTurn, "transcribe", wait)
+    spoken = encoded(soxr.resample(np.concatenate([speak(SENTENCE), silence]), RATE, 24_000), "PCM_16")
+    async with session(proxy, f"{PATH}&model=infer_bls") as client:
+        await client.append(spoken)
+        await client.until("conversation.item.done")
+        await client.append(spoken)
+        assert "overloaded" == (await client.error())["code"]
+        held.set()
+        assert TEXT == text_of(await client.until(f"{PREFIX}.completed"))
+        await client.send("input_audio_buffer.clear")
+        await client.until("input_audio_buffer.cleared")
+        await client.append(spoken)
+        assert TEXT == text_of(await client.until(f"{PREFIX}.completed"))

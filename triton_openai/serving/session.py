@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import structlog
+
 from triton_openai.access.authorizer import Authorizer, Entered
 from triton_openai.access.keys import RouteGroup
 from triton_openai.access.rate_limits import Reservation
@@ -20,6 +22,8 @@ from triton_openai.operations import Opening, Send
 from triton_openai.serving.execution import Executor
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.request_record import RequestRecord, request_id
+
+_log = structlog.get_logger(__name__)
 
 
 class CallSession(ABC):
@@ -70,9 +74,7 @@ class CallSession(ABC):
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            if not task.cancelled():
-                # A client that has left is no error that anybody has to see.
-                task.exception()
+            _log_failure(task)
             then(task)
             if not self._tasks:
                 self._idle.set()
@@ -133,3 +135,12 @@ class CallSession(ABC):
         self.ended = True
         for task in self._tasks:
             task.cancel()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log what ended *task*, unless it was cancelled, or its client has left."""
+    if task.cancelled():
+        return
+    failure = task.exception()
+    if failure is not None and not isinstance(failure, ConnectionError):
+        _log.error("session failed", exc_info=failure)

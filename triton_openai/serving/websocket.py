@@ -13,13 +13,16 @@ import logging
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
+import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from triton_openai.access.keys import KEY
 from triton_openai.draining import Draining
 from triton_openai.errors import InvalidRequest, ServiceError
 from triton_openai.operations import Opening, OpenSession, Session
-from triton_openai.telemetry.request_record import RECORD
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
+
+_log = structlog.get_logger(__name__)
 
 _Socket: TypeAlias = "web.WebSocketResponse[Literal[False]]"
 # Seconds between pings. A client that does not answer one within half of the time is gone.
@@ -69,15 +72,15 @@ async def serve_websocket(request: web.Request, open_session: OpenSession, *, dr
         )
         # aiohttp raises what the middleware answers, if the request is no WebSocket's.
         await socket.prepare(request)
-        await _serve(socket, session, draining)
+        await _serve(socket, session, draining, opening.record)
     finally:
         # Nothing is awaited: a client that has ended its connection in order has not left early.
         session.close()
     return socket
 
 
-async def _serve(socket: _Socket, session: Session, draining: Draining) -> None:
-    """Give *session* the frames of *socket* until one of them ends."""
+async def _serve(socket: _Socket, session: Session, draining: Draining, record: RequestRecord) -> None:
+    """Give *session* the frames of *socket* until one of them ends. *record* is that of the request."""
     stopping = asyncio.create_task(_stop(session, socket, draining))
     try:
         async with asyncio.timeout(MAX_SECONDS):
@@ -89,6 +92,10 @@ async def _serve(socket: _Socket, session: Session, draining: Draining) -> None:
     except TimeoutError:
         message = f"A connection ends after {MAX_SECONDS:g} seconds."
         await _end(socket, session, InvalidRequest(message, code="websocket_connection_limit_reached"), WSCloseCode.OK)
+    except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+        _log.exception("session failed", request_id=record.request_id, path=record.path)
+        record.error = ServiceError()
+        await _end(socket, session, record.error, WSCloseCode.INTERNAL_ERROR)
     except asyncio.CancelledError:
         reason = draining.reason()
         if reason is None:

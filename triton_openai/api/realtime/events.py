@@ -162,7 +162,8 @@ class SessionSettings(msgspec.Struct, frozen=True):
         elif isinstance(update.turn_detection, DetectionUpdate):
             if update.turn_detection.type == "semantic_vad":
                 raise InvalidValue(
-                    "Turns are detected by voice activity only: 'server_vad', or null.", "turn_detection.type"
+                    "Turns are detected by voice activity only: 'server_vad', or null.",
+                    "session.audio.input.turn_detection.type",
                 )
             before = settings.detection or DetectionSettings()
             settings = replace(settings, detection=_merged(before, update.turn_detection))

@@ -156,7 +156,10 @@ class RealtimeSession(CallSession):
     def close(self) -> None:
         if self._counted:
             self._counted = False
-            self._service.realtime_sessions[self._owner] -= 1
+            sessions = self._service.realtime_sessions
+            sessions[self._owner] -= 1
+            if not sessions[self._owner]:
+                del sessions[self._owner]
         super().close()
         self._turns.close()
         self._reservation.shrink(0)
@@ -253,7 +256,7 @@ class RealtimeSession(CallSession):
         for change in changes:
             if isinstance(change, SpeechStarted):
                 await self._begin_turn(change.position, detected=True)
-            else:
+            elif turns.current is not None:
                 await self._end_turn(change.position, detected=True)
         await turns.feed(audio, audio.end)
         if activity is not None and turns.current is None:

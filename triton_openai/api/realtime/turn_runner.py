@@ -12,13 +12,15 @@ from triton_openai.api.realtime.events import TranscriptionSettings, error_body,
 from triton_openai.api.realtime.input_audio import InputAudio
 from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of, recognition_of
 from triton_openai.api.service import Service, begin, counting_audio
-from triton_openai.errors import ServiceError
+from triton_openai.errors import ServiceError, ServiceOverloaded
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, NoStream, Operation
 from triton_openai.serving.session import CallSession
 
 # Turns of one session that are written down at the same time; above that, audio waits.
-_MAX_TURNS = 4
+_MAX_TURNS = 8
+# How long, in seconds. A client from which nothing is read for 45 seconds would be taken for one that has left.
+_MAX_WAIT = 20.0
 _PREFIX = "conversation.item.input_audio_transcription"
 
 
@@ -58,10 +60,12 @@ class Turns:
     async def begin(
         self, audio: InputAudio, position: int, model: ServedModel, settings: TranscriptionSettings, *, detected: bool
     ) -> None:
-        """Begin a turn at a *position* of *audio*; if it was *detected*, report that. Waits if too many are open."""
-        while len(self._open) >= _MAX_TURNS:
-            self._ended.clear()
-            await self._ended.wait()
+        """
+        Begin a turn at a *position* of *audio*; if it was *detected*, report that.
+
+        Waits if too many are open. Raises :class:`ServiceOverloaded` if that takes too long.
+        """
+        await self._wait_for_others()
         job, languages = job_of(model, settings)
         if recognition_of(model).live_idle is None:
             turn: Turn = WholeTurn(position, audio.rate, job, languages)
@@ -74,6 +78,17 @@ class Turns:
         if detected:
             start = audio.milliseconds(position)
             await self._send("input_audio_buffer.speech_started", audio_start_ms=start, item_id=turn.item_id)
+
+    async def _wait_for_others(self) -> None:
+        try:
+            async with asyncio.timeout(_MAX_WAIT):
+                while len(self._open) >= _MAX_TURNS:
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError as error:
+            raise ServiceOverloaded(
+                f"The model is late: {_MAX_TURNS} turns of the session wait for it. Audio was dropped."
+            ) from error
 
     async def feed(self, audio: InputAudio, end: int) -> None:
         """Give the current turn, if there is one, its *audio* up to *end*."""
