@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-#: ``native`` is read by libsndfile, the others by FFmpeg: ``probed`` is what FFmpeg itself finds out.
-Container = Literal["native", "ogg", "mov", "matroska", "aac", "probed"]
+#: ``native`` and ``ogg`` are read by libsndfile, and the others by FFmpeg. It finds out for itself what is ``probed``,
+#: and may know what is ``unknown`` here.
+Container = Literal["native", "ogg", "mov", "matroska", "aac", "probed", "unknown"]
 
 _ID3_HEAD = 10
 _FOOTER = 0x10
@@ -26,6 +27,8 @@ _FOOTER = 0x10
 _MAX_TAGS = 10
 _CHUNK_HEAD = 8
 _RIFF_HEAD = 12
+# The most chunks in front of samples, and behind empty ones, that are looked at.
+_MAX_CHUNKS = 1_000
 _FIRST_BYTE = re.compile(rb"[^\x00]")
 # The first bytes of the files that libsndfile reads.
 _NATIVE = re.compile(rb"(?s)(?:RIFF|RF64|RIFX)....WAVE|FORM....AIF[FC]|fLaC|\.snd|caff|riff\x2e\x91\xcf\x11")
@@ -134,7 +137,7 @@ def content_of(data: bytes) -> Content:
             return _mpeg_audio(data, place)
         if _repeats(data, place, _adts_frame):
             return Content("aac", [Part(data, place)])
-    return Content("probed", [Part(data, start)])
+    return Content("unknown", [Part(data, start)])
 
 
 def _known(data: bytes, place: int) -> Content | None:
@@ -191,7 +194,7 @@ def _with_sizes(data: bytes, start: int) -> Part:
     form = b""
     size = 0
     place = start + _RIFF_HEAD
-    while place + _CHUNK_HEAD <= len(data):
+    for _ in range(_MAX_CHUNKS):
         name = data[place : place + 4]
         size = int.from_bytes(data[place + 4 : place + 8], "little")
         if name == b"data":
@@ -217,7 +220,9 @@ def _with_sizes(data: bytes, start: int) -> Part:
 
 def _are_chunks(data: bytes, place: int) -> bool:
     """Return whether only chunks of a RIFF file follow at *place*: then the one with the samples is really empty."""
-    while place + _CHUNK_HEAD <= len(data):
+    for _ in range(_MAX_CHUNKS):
+        if place + _CHUNK_HEAD > len(data):
+            break
         if not (data[place : place + 4].isascii() and data[place : place + 4].decode("ascii").isprintable()):
             return False
         size = int.from_bytes(data[place + 4 : place + 8], "little")
