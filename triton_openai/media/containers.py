@@ -49,6 +49,9 @@ _MAX_POSITIONS = 5_000
 # The tag in the first frame of an MP3 file, with a flag for the number of frames, which follows. It stands behind the
 # side information of a frame, whose length depends on the version and the channels.
 _FRAME_COUNT = re.compile(rb"(?s)(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f]")
+_SIZE_FOLLOWS = 2
+# Bytes of tags behind an MP3 file.
+_MAX_TRAILER = 4_096
 _SIDE_INFORMATION = {(True, False): 32, (True, True): 17, (False, False): 17, (False, True): 9}
 # Of layer III and version 1; the other versions have half of them.
 _SAMPLES_OF_FRAME = 1152
@@ -313,6 +316,8 @@ def _mpeg_audio(data: bytes, place: int) -> Content:
     if tag is not None:
         at = tag.end()
         count = int.from_bytes(first[at : at + 4], "big")
+        if first[at - 1] & _SIZE_FOLLOWS and _is_all(data, place, int.from_bytes(first[at + 4 : at + 8], "big")):
+            return Content("native", [Part(data, place)], count * samples)
         first[at : at + 4] = many
         return Content("native", [Part(data, place + frame.length, head=bytes(first))], count * samples)
     # Version, layer and rate as they are, without a checksum, and with a bit rate that makes room for the tag.
@@ -323,6 +328,11 @@ def _mpeg_audio(data: bytes, place: int) -> Content:
     side = _SIDE_INFORMATION[version == 1, mono]
     body = bytes(side) + b"Xing" + (1).to_bytes(4, "big") + many
     return Content("native", [Part(data, place, head=(head + body).ljust(made.length, b"\0"))])
+
+
+def _is_all(data: bytes, place: int, size: int) -> bool:
+    """Return whether *size* bytes, as the encoder says of its MP3 file, are all there is, but for tags behind them."""
+    return len(data) - place <= size + _MAX_TRAILER
 
 
 def _adts_frame(data: bytes, place: int) -> _Frame | None:
