@@ -93,7 +93,7 @@ class Recording:
         """
         *on_decoded* is called with the seconds when all of it is decoded.
 
-        Raises :class:`ConfigurationError` without the extra, and :class:`InvalidRequest` for other formats.
+        Raises :class:`ConfigurationError` without the extra.
         """
         require_audio()
         self._blocks = blocks(data, max_seconds)

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-#: ``native`` is read by libsndfile, the others by FFmpeg: ``probed`` is what FFmpeg itself finds out.
-Container = Literal["native", "ogg", "mov", "matroska", "aac", "probed"]
+#: ``native`` and ``ogg`` are read by libsndfile, and the others by FFmpeg. It finds out for itself what is ``probed``,
+#: and may know what is ``unknown`` here.
+Container = Literal["native", "ogg", "mov", "matroska", "aac", "probed", "unknown"]
 
 _ID3_HEAD = 10
 _FOOTER = 0x10
@@ -26,6 +27,8 @@ _FOOTER = 0x10
 _MAX_TAGS = 10
 _CHUNK_HEAD = 8
 _RIFF_HEAD = 12
+# The most chunks in front of samples, and behind empty ones, that are looked at.
+_MAX_CHUNKS = 1_000
 _FIRST_BYTE = re.compile(rb"[^\x00]")
 # The first bytes of the files that libsndfile reads.
 _NATIVE = re.compile(rb"(?s)(?:RIFF|RF64|RIFX)....WAVE|FORM....AIF[FC]|fLaC|\.snd|caff|riff\x2e\x91\xcf\x11")
@@ -46,6 +49,9 @@ _MAX_POSITIONS = 5_000
 # The tag in the first frame of an MP3 file, with a flag for the number of frames, which follows. It stands behind the
 # side information of a frame, whose length depends on the version and the channels.
 _FRAME_COUNT = re.compile(rb"(?s)(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f]")
+_SIZE_FOLLOWS = 2
+# Bytes of tags behind an MP3 file.
+_MAX_TRAILER = 4_096
 _SIDE_INFORMATION = {(True, False): 32, (True, True): 17, (False, False): 17, (False, True): 9}
 # Of layer III and version 1; the other versions have half of them.
 _SAMPLES_OF_FRAME = 1152
@@ -134,7 +140,7 @@ def content_of(data: bytes) -> Content:
             return _mpeg_audio(data, place)
         if _repeats(data, place, _adts_frame):
             return Content("aac", [Part(data, place)])
-    return Content("probed", [Part(data, start)])
+    return Content("unknown", [Part(data, start)])
 
 
 def _known(data: bytes, place: int) -> Content | None:
@@ -191,7 +197,7 @@ def _with_sizes(data: bytes, start: int) -> Part:
     form = b""
     size = 0
     place = start + _RIFF_HEAD
-    while place + _CHUNK_HEAD <= len(data):
+    for _ in range(_MAX_CHUNKS):
         name = data[place : place + 4]
         size = int.from_bytes(data[place + 4 : place + 8], "little")
         if name == b"data":
@@ -217,7 +223,9 @@ def _with_sizes(data: bytes, start: int) -> Part:
 
 def _are_chunks(data: bytes, place: int) -> bool:
     """Return whether only chunks of a RIFF file follow at *place*: then the one with the samples is really empty."""
-    while place + _CHUNK_HEAD <= len(data):
+    for _ in range(_MAX_CHUNKS):
+        if place + _CHUNK_HEAD > len(data):
+            break
         if not (data[place : place + 4].isascii() and data[place : place + 4].decode("ascii").isprintable()):
             return False
         size = int.from_bytes(data[place + 4 : place + 8], "little")
@@ -308,6 +316,8 @@ def _mpeg_audio(data: bytes, place: int) -> Content:
     if tag is not None:
         at = tag.end()
         count = int.from_bytes(first[at : at + 4], "big")
+        if first[at - 1] & _SIZE_FOLLOWS and _is_all(data, place, int.from_bytes(first[at + 4 : at + 8], "big")):
+            return Content("native", [Part(data, place)], count * samples)
         first[at : at + 4] = many
         return Content("native", [Part(data, place + frame.length, head=bytes(first))], count * samples)
     # Version, layer and rate as they are, without a checksum, and with a bit rate that makes room for the tag.
@@ -318,6 +328,11 @@ def _mpeg_audio(data: bytes, place: int) -> Content:
     side = _SIDE_INFORMATION[version == 1, mono]
     body = bytes(side) + b"Xing" + (1).to_bytes(4, "big") + many
     return Content("native", [Part(data, place, head=(head + body).ljust(made.length, b"\0"))])
+
+
+def _is_all(data: bytes, place: int, size: int) -> bool:
+    """Return whether *size* bytes, as the encoder says of its MP3 file, are all there is, but for tags behind them."""
+    return len(data) - place <= size + _MAX_TRAILER
 
 
 def _adts_frame(data: bytes, place: int) -> _Frame | None:

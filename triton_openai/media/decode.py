@@ -209,6 +209,8 @@ def _open_with_av(part: Part, container: Container) -> Any:
     try:
         av = _av()
     except (ImportError, OSError) as error:
+        if container == "unknown":
+            raise _unsupported() from error
         raise wrong_audio(
             "MP4, WebM, AAC and others need the extra 'media' of this service, which is not installed: "
             f"{install_advice('media')}. Send WAV, FLAC, Ogg (Vorbis, Opus) or MP3.",
@@ -219,7 +221,7 @@ def _open_with_av(part: Part, container: Container) -> Any:
     if container == "mov":
         options |= {"enable_drefs": "0", "use_absolute_path": "0"}
     form: str | None = container
-    if container in ("native", "probed"):
+    if container in ("native", "probed", "unknown"):
         form = None
     try:
         return av.open(part, mode="r", format=form, options=options)

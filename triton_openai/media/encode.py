@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from triton_openai.errors import InvalidAnswer, UnsupportedParameter, install_advice
+from triton_openai.errors import InvalidAnswer, InvalidRequest, UnsupportedParameter, install_advice
+from triton_openai.media.decode import blocks
 from triton_openai.media.speech_formats import Format, file_rate
 
 Samples = npt.NDArray[np.float32]
@@ -279,17 +280,20 @@ def read_audio(data: bytes) -> tuple[Samples, int]:
     Raises ``ValueError`` with a sentence for what cannot be read.
     """
     try:
-        soundfile = importlib.import_module("soundfile")
+        importlib.import_module("soundfile")
     except (ImportError, OSError):
         return _read_wav(data)
+    parts: list[Samples] = []
+    rate = 0
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if file.frames > _MAX_FILE_SECONDS * file.samplerate:
-                raise ValueError("It is longer than an hour, or has no length.")
-            samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
-            return np.ascontiguousarray(samples), int(file.samplerate)
-    except soundfile.SoundFileError as error:
-        raise ValueError("It is not audio that can be read.") from error
+        for block_rate, block in blocks(data, _MAX_FILE_SECONDS):
+            rate = block_rate
+            parts.append(block.mean(axis=1, dtype=np.float32))
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error
+    if not parts:
+        raise ValueError("The file has no audio.")
+    return np.concatenate(parts), rate
 
 
 def _read_wav(data: bytes) -> tuple[Samples, int]:

@@ -274,6 +274,7 @@ except ServiceError as error:
         (("soundfile",), b"RIFF....WAVE", "501 configuration_error"),
         (("soxr",), b"RIFF....WAVE", "501 configuration_error"),
         (("av",), b"....ftyp", "400 invalid_audio_format"),
+        (("av",), b"OggS", "400 invalid_audio_format"),
     ],
 )
 def test_an_extra_that_is_not_installed(modules, data, said):

@@ -130,6 +130,26 @@ def test_containers(file: bytes) -> None:
     assert list(SENTENCE) == heard(file)
 
 
+def length(data: bytes) -> float:
+    """Return the seconds of a file."""
+
+    async def decode() -> float:
+        recording = Recording(data, rate=RATE, max_chunk_seconds=60, max_seconds=3600)
+        async for _ in recording.chunks():
+            pass
+        return recording.seconds
+
+    return asyncio.run(decode())
+
+
+@every_case("rate", [48_000, 22_050, 8_000])
+def test_mp3_has_the_length_that_was_encoded(rate: int) -> None:
+    """What an encoder adds at both ends is left out, also with tags in front of the audio and behind it."""
+    file = encoded(speak(SENTENCE, rate=rate), rate, "MP3")
+    for each in (file, _ID3 + file, file + b"TAG" + bytes(125), _PICTURE + file):
+        assert pytest.approx(3) == length(each)
+
+
 @every_case("rate", [48_000, 22_050, 8_000])
 def test_mp3_files_that_were_joined(rate: int) -> None:
     """The first one says how long it is, which is not how long all of them are."""
