@@ -28,7 +28,7 @@ from tests.triton_fixture import TestTriton
 
 pytestmark = pytest.mark.timeout(1800)
 
-#: Where the base and the layers are kept, for the next run.
+#: Where the base image is kept, for the next run.
 FOLDER = Path(os.environ.get("IMAGE_FOLDER", ROOT / ".venv" / "image")).resolve()
 #: A release of Debian whose Python the service supports, and what the Dockerfile uses of its base image.
 DEBIAN = "trixie"
@@ -75,7 +75,7 @@ class Image:
         make_base()
         volumes = [f"--volume={path}:{path}:ro" for path in OF_THE_MACHINE if Path(path).exists()]
         buildah(
-            *("build", "--quiet", "--isolation", "chroot", "--format", "docker", "--layers", *volumes),
+            *("build", "--quiet", "--isolation", "chroot", "--format", "docker", *volumes),
             *("--build-arg", f"PYTHON_IMAGE={BASE}", "--ignorefile", "deploy/Dockerfile.dockerignore"),
             *("--file", "deploy/Dockerfile", "--tag", IMAGE, "."),
         )
@@ -85,9 +85,10 @@ class Image:
         self.root = Path(buildah("mount", self.container))
 
     def close(self) -> None:
-        """Remove the container; the layers stay for the next run."""
+        """Remove the container and the image; the base stays for the next run."""
         buildah("umount", self.container)
         buildah("rm", self.container)
+        buildah("rmi", IMAGE)
 
     def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
         """
