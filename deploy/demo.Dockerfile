@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The demo: Triton, the service and a small language model, for a first try without a GPU.
 #   docker build -f deploy/demo.Dockerfile -t triton-openai-demo .
-#   docker run --rm -p 127.0.0.1:9000:9000 triton-openai-demo
+#   docker run -p 127.0.0.1:9000:9000 triton-openai-demo
 # Triton's wheel is for x86-64: on a Mac with an Apple processor, add --platform linux/amd64 to both.
 
 # 3.12 is the newest Python for which PyPI has Triton.
