@@ -56,7 +56,7 @@ print((files("triton_openai.demo") / "tokenizer" / "tokenizer.json").is_file())
 print((files("triton_openai") / "py.typed").is_file())
 """
 PREFIX = "/opt/triton-openai"
-NEEDS_ROOT = ("useradd", "ln -s")
+NEEDS_ROOT = ("useradd", "ln -s", "apt-get")
 (LOCK,) = (one.text.partition("=")[2] for one in dockerfile() if one.word == "ARG" and one.text.startswith("LOCK="))
 
 

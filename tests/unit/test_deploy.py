@@ -147,6 +147,11 @@ def test_flags_that_are_named() -> None:
         *(
             "--build",
             "--build-arg",
+            "--platform",
+            "--version",
+            "--yes",
+            "--no-install-recommends",
+            "--strip-debug",
             "--create-namespace",
             "--namespace",
             "--render",
