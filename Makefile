@@ -137,6 +137,13 @@ docs: $(METADATA) | $(BIN)/python ## write the site of the documents to site/
 	@$(INSTALL) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
 
+# debootstrap makes the base, so no registry of images is needed. Everything is kept in .venv/image for the next run.
+.PHONY: image-test
+image-test: has-triton $(VENV)/.develop ## build the image with buildah, as root, and run it: a chat, its health, its end
+	@for program in buildah debootstrap unshare; do command -v $$program >/dev/null || { \
+	    echo "make image-test needs $$program: apt-get install buildah debootstrap util-linux" >&2; exit 1; }; done
+	$(BIN)/python -m pytest tests/image/built_image.py -s $(ARGS)
+
 .PHONY: clients
 clients: $(VENV)/.clients ## install clients for Node.js (npm), by which some tests ask the service
 
@@ -183,14 +190,15 @@ agents: $(VENV)/.demo ## run Codex CLI, Claude Code and opencode against a scrip
 	$(BIN)/python -m tests.agents --folder $(AGENTS) $(ARGS)
 
 # What the images install: versions that fit every supported Python, with their hashes. ARGS=--upgrade takes the newest.
+LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra otlp --extra postgresql \
+    --extra redis --extra s3 --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+    --quiet $(ARGS)
 .PHONY: lock
-lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install
+lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements*.lock, which the images install
 	$(call announce,the service and uv,about 290 MB)
 	@$(INSTALL) '.[lock]'
-	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp \
-	    --extra postgresql --extra redis --extra s3 --universal \
-	    --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --quiet \
-	    --output-file deploy/requirements.lock $(ARGS)
+	$(LOCK) --output-file deploy/requirements.lock
+	$(LOCK) --extra liquid --constraint deploy/requirements.lock --output-file deploy/requirements-liquid.lock
 
 # Of the service's own dependencies, and not of what the tests and the demo need.
 .PHONY: audit
@@ -203,6 +211,41 @@ audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the
 	@$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
 	    echo "Vulnerabilities are listed above. A package that 'could not be audited' means that the data about" \
 	         "it could not be reached: then nothing is known, neither good nor bad." >&2; exit 1; }
+
+.PHONY: licenses
+licenses: | $(BIN)/python ## list the licences of what the images install
+	rm -rf $(VENV)/licensed
+	@$(PIP) --target $(VENV)/licensed --require-hashes --requirement deploy/requirements-liquid.lock
+	@$(BIN)/python deploy/licenses.py $(VENV)/licensed
+
+.PHONY: dist
+dist: | $(BIN)/python ## build the wheel and the source distribution into dist/, and check them
+	@$(PIP) 'build>=1.2' 'twine>=6'
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+CHART := deploy/helm/triton-openai
+.PHONY: chart
+chart: ## check the Helm chart with each of its files of values, and package it into dist/chart (helm)
+	@command -v helm >/dev/null || { echo "make chart needs helm. The tests check the chart without it." >&2; exit 1; }
+	@for values in $(CHART)/ci/*-values.yaml; do \
+	    helm lint --strict --quiet $(CHART) --values $$values && \
+	    helm template demo $(CHART) --values $$values >/dev/null || exit 1; done
+	helm package $(CHART) --destination dist/chart
+
+# Files with links to the repository, in which OWNER stands for the account on GitHub until it is known.
+OWNED = setup.cfg CITATION.cff README.md .github/ISSUE_TEMPLATE/config.yml $(CHART)/Chart.yaml $(CHART)/README.md \
+    $(wildcard mkdocs.yml)
+.PHONY: owner
+owner: ## write the account on GitHub, OWNER=name, into the files that link to the repository
+	@test -n "$(OWNER)" || { echo "Name the account: make owner OWNER=name" >&2; exit 1; }
+	@owner='$(OWNER)'; sed -i "s#github\.com/OWNER/#github.com/$$owner/#g; s#ghcr\.io/OWNER/#ghcr.io/$${owner,,}/#g; \
+	    s#OWNER\.github\.io#$${owner,,}.github.io#g; s#\bname: OWNER\b#name: $$owner#g" $(OWNED)
+
+.PHONY: print-owned
+print-owned:
+	@echo $(OWNED)
 
 .PHONY: clean
 clean: ## remove .venv, caches and build outputs

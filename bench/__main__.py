@@ -21,7 +21,7 @@ from bench.chains import Chains, measure_chains
 from bench.demo import Demo, measure_demo
 from bench.footprint import Footprint, measure_footprint
 from bench.measure import measure, row
-from bench.messages import Outcome
+from bench.messages import Measured
 from bench.parsers import ParserRow, measure_parsers
 from bench.path import PathRow, measure_path
 from bench.processes import BenchError, make_room
@@ -139,7 +139,7 @@ def _measure_all(
     plan: Plan, subjects: Sequence[Subject], triton: EmbeddedTriton, cores: machine.Cores, rows: list[Row]
 ) -> None:
     assert triton.pid is not None
-    outcomes: dict[str, list[Outcome]] = {subject.name: [] for subject in subjects}
+    outcomes: dict[str, list[Measured]] = {subject.name: [] for subject in subjects}
     for turn in range(plan.rounds):
         # There and back again: what changes over time evens out.
         for subject in subjects if turn % 2 == 0 else reversed(subjects):

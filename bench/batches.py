@@ -29,13 +29,14 @@ import aiohttp
 import msgspec
 
 from bench.accounting import CpuClock, memory
-from bench.figures import percentile, ratio, table, written
+from bench.figures import ratio, table, written
 from bench.path import measure_lines
 from bench.processes import HOST, free_port, running, wait_until_answers
 from bench.repository import PACED
 from triton_openai.app import create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
+from triton_openai.load.figures import percentile
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 from triton_openai.tritonserver.embedded import EmbeddedTriton

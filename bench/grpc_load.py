@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2
 
 from bench.messages import Load
 from bench.repository import MARK
-from bench.tally import Tally
 from bench.wire import FLAGS, OUTPUTS, PROMPT
+from triton_openai.load.tally import Tally
 
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -82,4 +82,4 @@ async def _answer(call: Any, request: bytes, tally: Tally, *, of_stream: bool) -
         call.cancel()
     if last is None:
         raise ValueError("an answer without a token")
-    return tally.answered()
+    return tally.answered(last - begun)

@@ -9,20 +9,23 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.cases import Plan, Row
-from bench.figures import percentile
 from bench.machine import Cores
-from bench.messages import Load, Outcome, Target
+from bench.messages import Load, Measured, Target
 from bench.processes import BenchError, die_with_parent
 from bench.subjects import Subject
-from bench.tally import SLOWEST
+from bench.tally import FIRST_TOKEN_SECONDS, SLOWEST
+from triton_openai.load.figures import percentile
 
 _MARGIN_SECONDS = 90.0
 _STALL_SECONDS = 1.0
 _MIB = 1024 * 1024
 
 
-def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: Cores) -> Outcome:
+def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: Cores) -> Measured:
     """Put the load of *plan* on *subject*. Raises `BenchError` when the load generator has not ended well."""
+    until_measured = FIRST_TOKEN_SECONDS
+    if plan.answers:
+        until_measured += plan.tokens / SLOWEST
     load = Load(
         target=subject.target,
         model=plan.model,
@@ -34,6 +37,7 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         seconds=plan.seconds,
         answers=plan.answers,
         settled=plan.settled,
+        limit=until_measured,
         control=control,
         relay=subject.relay,
         triton=(triton,),
@@ -56,7 +60,7 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         raise BenchError(f"{subject.name}: the load generator had not ended after {limit:g} s") from error
     if done.returncode:
         raise BenchError(f"{subject.name}: the load generator failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    outcome = msgspec.json.decode(done.stdout, type=Outcome)
+    outcome = msgspec.json.decode(done.stdout, type=Measured)
     if outcome.errors:
         if subject.log is not None:
             log = subject.log.read_text(errors="replace")[-2000:]
@@ -66,7 +70,7 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
     return outcome
 
 
-def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
+def row(plan: Plan, subject: Subject, outcomes: Sequence[Measured]) -> Row:
     """Return the row of one subject, over all rounds."""
     round_cpu: list[float | None] = [None] * len(outcomes)
     if subject.relay:

@@ -25,9 +25,10 @@ import numpy as np
 import soundfile
 
 from bench.accounting import CpuClock
-from bench.figures import percentile, table, written
+from bench.figures import table, written
 from bench.processes import HOST
 from bench.subjects import Subject, ours
+from triton_openai.load.figures import percentile
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 _CONFIGS: Mapping[str, str] = MappingProxyType(

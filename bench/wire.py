@@ -76,6 +76,7 @@ class AnswerReader:
         self._in_head = True
         self._left: int | None = None
         self.ended = False
+        self.uncounted = 0
         # For the message when the answer turns out to be an error.
         self.head = b""
 

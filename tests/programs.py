@@ -22,9 +22,12 @@ PROGRAMS: Mapping[str, tuple[Sequence[str], str]] = {
     "Node.js": (("node",), "nodejs"),
     "PgBouncer": (("pgbouncer",), "pgbouncer"),
     "PostgreSQL": (("pg_ctl",), "postgresql"),
+    "bash": (("bash",), "bash"),
+    "fish": (("fish",), "fish"),
     "promtool": (("promtool",), "prometheus"),
     "Redis": (("redis-server",), "redis-server"),
     "systemd-analyze": (("systemd-analyze",), "systemd"),
+    "zsh": (("zsh",), "zsh"),
 }
 #: The same for programs that are wheels on PyPI; the extra [test] has them where there is one for the machine.
 WHEELS: Mapping[str, tuple[Sequence[str], str]] = {

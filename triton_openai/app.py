@@ -87,7 +87,7 @@ def create_app(
     *client* replaces the connection to Triton. *worker* is this process among several workers, *shared* its connection
     to the state that they share. Raises :class:`ConfigurationError` for settings that cannot work.
     """
-    _check_names(settings)
+    check_names(settings)
     worker = worker or Worker()
     metrics = Metrics(worker)
     fleet = Fleet(
@@ -224,6 +224,13 @@ def _files(settings: Settings, worker: Worker) -> Files | None:
     return files
 
 
+def unusable_files(settings: Settings) -> str | None:
+    """Return why files and batches are off although the settings do not turn them off, if they are."""
+    if settings.batches.enabled is False:
+        return None
+    return _open_files(settings).unusable()
+
+
 def _open_files(settings: Settings) -> Files:
     if settings.files.store.startswith("dir"):
         return Files(settings.files, settings.batches)
@@ -317,7 +324,7 @@ def _image_loader(settings: Settings) -> ImageLoader:
     )
 
 
-def _check_names(settings: Settings) -> None:
+def check_names(settings: Settings) -> None:
     """Raise :class:`ConfigurationError` for unknown adapters, parsers and templates, before anything runs."""
     adapters = Registry()
     for entry in (settings.defaults, *settings.models.values()):
@@ -341,7 +348,7 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
 
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
-    await asyncio.to_thread(_check_names, settings)
+    await asyncio.to_thread(check_names, settings)
     service = app[SERVICE]
     authorizer = app[AUTHORIZER]
     # Whatever can refuse the settings comes first.

@@ -56,7 +56,8 @@ print((files("triton_openai.demo") / "tokenizer" / "tokenizer.json").is_file())
 print((files("triton_openai") / "py.typed").is_file())
 """
 PREFIX = "/opt/triton-openai"
-NEEDS_ROOT = ("useradd", "ln -s")
+NEEDS_ROOT = ("useradd", "ln -s", "apt-get")
+(LOCK,) = (one.text.partition("=")[2] for one in dockerfile() if one.word == "ARG" and one.text.startswith("LOCK="))
 
 
 class Image:
@@ -97,6 +98,7 @@ class Image:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             # A third of the time. It is not done where this is false; see test_what_is_installed.
             "PIP_NO_COMPILE": "false",
+            "LOCK": LOCK,
         }
         done = subprocess.run(
             ["/bin/sh", "-ec", line], cwd=self.source, env=environment, capture_output=True, text=True, check=False
@@ -221,8 +223,10 @@ def test_what_is_installed(image: Image) -> None:
     assert ["--require-hashes" in line and "--no-deps" in line for line in image.ran] == [False, True]
     assert not [line for line in image.ran if "compile" in line.lower()]
     assert not [name for stage in IMAGES.values() for name in image_environment(stage) if name.startswith("PIP_")]
-    assert (packages / "liquid").is_dir()
     assert (packages / "opentelemetry" / "exporter" / "otlp").is_dir()
+    # What belongs to an image of its own, and what nothing loads.
+    for name in ("liquid", "babel", "geventhttpclient", "numpy/_core/tests"):
+        assert not (packages / name).exists()
     assert not (packages / "pip").exists()
     assert (image.prefix / "healthcheck.py").is_file()
 

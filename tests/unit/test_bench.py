@@ -16,17 +16,18 @@ from bench.accounting import CpuClock, memory, parse_schedstat, parse_stat, pars
 from bench.cases import CASES, Row, plans
 from bench.chains import Chains, measure_chains
 from bench.demo import Demo
-from bench.figures import percentile, ratio, table, written
+from bench.figures import ratio, table, written
 from bench.footprint import Footprint
 from bench.machine import Cores, place
-from bench.messages import CHOICES, Load, Outcome, Target
+from bench.messages import CHOICES, Load, Measured, Target
 from bench.parsers import ParserRow, measure_parsers
 from bench.path import STREAMED, TOKEN, TRACED, UNSAMPLED, WHOLE, PathRow, measure_path
 from bench.profile import sampled
 from bench.repository import TICK_MS, build_repository
-from bench.tally import Tally
+from bench.tally import BenchTally
 from bench.wire import AnswerReader, http_request
 from tests.cases import every_case
+from triton_openai.load.figures import percentile
 from triton_openai.parsers.parser_registry import TOOL_PARSERS
 
 _ROOT = Path(__file__).parents[2]
@@ -242,18 +243,18 @@ def test_every_case_has_plans():
 def test_a_tally_counts_inside_its_window_only():
     load = Load(target=Target(protocol="generate", host="127.0.0.1", port=1), model="m", streams=1, tokens=2, answers=1)
 
-    async def run() -> Outcome:
-        tally = Tally(load)
+    async def run() -> Measured:
+        tally = BenchTally(load)
         tally.tokens(5, None)
         measuring = asyncio.create_task(tally.measure())
         await asyncio.sleep(0)
         tally.first(0.25, of_stream=True)
         tally.tokens(1, None)
         tally.tokens(2, 0.02)
-        assert not tally.answered()
+        assert not tally.answered(0.5)
         await measuring
         tally.tokens(5, None)
-        return tally.outcome
+        return tally.measured
 
     outcome = asyncio.run(run())
     assert (3, 1, [0.25], [20_000, 0]) == (outcome.tokens, outcome.answers, outcome.first, outcome.gaps)
@@ -456,7 +457,7 @@ def test_load_generator_measures_a_server():
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    async def run() -> Outcome:
+    async def run() -> Measured:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             load = Load(
                 target=Target(protocol="chat", host="127.0.0.1", port=server.sockets[0].getsockname()[1]),
@@ -474,7 +475,7 @@ def test_load_generator_measures_a_server():
             finally:
                 if client.returncode is None:
                     client.kill()
-        return msgspec.json.decode(said, type=Outcome)
+        return msgspec.json.decode(said, type=Measured)
 
     outcome = asyncio.run(run())
     assert [] == outcome.errors

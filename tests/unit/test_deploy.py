@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests import deploy_files as files
+from tests.cases import every_case
 from tests.deploy_files import DEPLOY, ROOT, Start
 from tests.programs import found
 from tests.tls_fixture import Authority
@@ -146,6 +147,11 @@ def test_flags_that_are_named() -> None:
         *(
             "--build",
             "--build-arg",
+            "--platform",
+            "--version",
+            "--yes",
+            "--no-install-recommends",
+            "--strip-debug",
             "--create-namespace",
             "--namespace",
             "--render",
@@ -326,17 +332,24 @@ def test_the_image_is_made_of_what_is_there() -> None:
         assert [str(Settings().server.port)] == files.of_stage(stage, "EXPOSE")
 
 
-def test_the_lock_file_fits() -> None:
+@every_case(
+    "lock, extras_of_image",
+    [
+        ("requirements.lock", ("otlp", "postgresql", "redis", "s3")),
+        ("requirements-liquid.lock", ("liquid", "otlp", "postgresql", "redis", "s3")),
+    ],
+)
+def test_the_lock_files_fit(lock: str, extras_of_image: tuple[str, ...]) -> None:
     """
-    The lock file pins what the service and the image's extras need, with hashes, and names no place to get it from.
+    Each lock file pins what the service and its image's extras need, with hashes, and names no place to get it from.
     """
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
     texts = [config["options"]["install_requires"]]
-    texts += [extras[name] for name in ("liquid", "otlp", "postgresql", "redis", "s3")]
+    texts += [extras[name] for name in extras_of_image]
     needed = [Requirement(line) for text in texts for line in text.splitlines() if line]
-    text = TEXTS["requirements.lock"]
+    text = TEXTS[lock]
     pins = [Requirement(line.partition("\\")[0]) for line in text.splitlines() if re.match(r"\w", line)]
 
     assert "://" not in text

@@ -41,6 +41,17 @@ COMMANDS = {
     *("--all", "--model", "--scripted", "--speech", "--weights"),
     *("--from", "--lora-modules", "--name", "--to"),
     *("--format", "--reasoning", "--tools", "--prompt", "--cut"),
+    *("--url", "--system", "--no-history", "--strict"),
+    *(
+        "--streams",
+        "--requests",
+        "--seconds",
+        "--max-tokens",
+        "--ignore-eos",
+        "--prompts",
+        "--completions",
+        "--timeout",
+    ),
 }
 # Of the programs that the documents call, by the document.
 _DOCKER = {
@@ -214,9 +225,9 @@ def test_commands(line: str, tmp_path: Path) -> None:
         words = shlex.split(line.partition(" >")[0], comments=True)
         batch_arguments.parse(words[2:], {})
         return
-    parsed = parse(shlex.split(line.partition(" <")[0])[1:])
+    # Without what the shell does with it.
+    parsed = parse(shlex.split(re.split(r" [<|#]", line)[0])[1:])
 
-    assert parsed.command in ("serve", "inspect", "demo", "parse")
     load_settings(parsed.settings, {})
 
 

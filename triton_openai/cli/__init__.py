@@ -1,4 +1,4 @@
-"""The command ``triton-openai``: serve, demo, inspect, batch, parse and model-repository."""
+"""The command ``triton-openai``: serves, and asks, checks and measures what is served."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from triton_openai.cli.aliases import translate
-from triton_openai.cli.arguments import DEFAULTS, PARSE, parse
+from triton_openai.cli.arguments import DEFAULTS, OWN_COMMANDS, parse
 from triton_openai.cli.batch import COMMAND as BATCH
 from triton_openai.cli.model_repository import COMMAND, run
 from triton_openai.cli.terminal import shows_colours
@@ -41,12 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from triton_openai.cli.batch.command import run as run_batch
 
             return run_batch(given[1:])
+        if given[:1] and given[0] in OWN_COMMANDS:
+            own = parse(given)
+            return OWN_COMMANDS[own.command].run(own.options)
         written, environ, warnings = translate(given, os.environ)
         parsed = parse(written)
-        if parsed.command == PARSE:
-            from triton_openai.cli.parse_answer import run as run_parse
-
-            return run_parse(parsed.options)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -54,9 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda: load_settings(parsed.settings, environ, DEFAULTS.get(parsed.command)),
             config_file(parsed.settings, environ),
         )
+        if parsed.command == "collect-env":
+            from triton_openai.cli.collect_env import collect_env
+
+            return collect_env(source.load, environ)
         settings = source.load()
-        configure_logging(settings.server, colours=shows_colours(sys.stderr))
-        if arguments is None and parsed.command != "inspect":
+        server = settings.server
+        if parsed.command == "check":
+            # It prints its findings itself. A default of the command could exclude other settings.
+            server = replace(server, log_level="error")
+        configure_logging(server, colours=shows_colours(sys.stderr))
+        if arguments is None and parsed.command not in ("inspect", "check"):
             # The process is this command's own.
             log_native_output()
         for warning in warnings:
@@ -66,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 _log.warning(warning)
         # Imported only when needed, so that `--help` and errors in flags are fast.
+        if parsed.command == "check":
+            from triton_openai.cli.check import check
+
+            return check(settings, source, strict=parsed.strict)
         if parsed.command == "inspect":
             from triton_openai.cli.inspect import inspect
 

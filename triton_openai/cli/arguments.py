@@ -8,14 +8,19 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from triton_openai import __version__
 from triton_openai.cli.batch import COMMAND as BATCH
 from triton_openai.cli.batch import PURPOSE as BATCH_PURPOSE
+from triton_openai.cli.bench import BENCH
+from triton_openai.cli.chat import CHAT
+from triton_openai.cli.completion import Completed, add_completion_options, script
 from triton_openai.cli.model_repository import COMMAND, PURPOSE
+from triton_openai.cli.model_repository import build_parser as model_repository_parser
+from triton_openai.cli.parser import CommandParser, OwnCommand
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.sources import refuse_if_file_only
 from triton_openai.config.tree import Settings
@@ -26,11 +31,57 @@ _COMMANDS = {
     "serve": "Serve the models of a Triton through the OpenAI API.",
     "demo": "Start an embedded Triton with a small language model, serve it, and ask it something.",
     "inspect": "Show how each model of a Triton would be served: adapter, parameters, tokenizer, template.",
+    "check": "Check settings, keys and files without Triton.",
+    "collect-env": "Print what a report of a fault needs: versions, machine and settings, without secrets.",
 }
 
-#: A command without settings, and its purpose.
-PARSE = "parse"
-_PARSE_PURPOSE = "Show what a format of tool calls makes of an answer on standard input."
+
+def _parse(options: Mapping[str, Any]) -> int:
+    # Imported here: it loads every parser.
+    from triton_openai.cli.parse_answer import run
+
+    return run(options)
+
+
+def _add_parse_options(parser: CommandParser) -> None:
+    """Add the options of the command ``parse`` to its *parser*."""
+    parser.add_argument(
+        "--format", required=True, metavar="NAME|FILE", help="A built-in format, or a YAML file that describes one."
+    )
+    parser.add_argument("--reasoning", metavar="NAME", help="A built-in format of reasoning.")
+    parser.add_argument("--tools", metavar="FILE", type=Path, help="JSON file with the request's tools.")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="The end of the prompt, which may open thinking.")
+    parser.add_argument("--cut", action="store_true", help="A limit of tokens ended the answer.")
+
+
+def _complete(options: Mapping[str, Any]) -> int:
+    """Print the script that completes commands and options in the shell of *options*."""
+    _, commands = build_parsers(everything=True)
+    parsers = {**commands, COMMAND: model_repository_parser()}
+    print(script(options["shell"], [Completed.of(name, parser) for name, parser in parsers.items()]), end="")
+    return 0
+
+
+#: By name.
+OWN_COMMANDS: Mapping[str, OwnCommand] = {
+    command.name: command
+    for command in (
+        CHAT,
+        BENCH,
+        OwnCommand(
+            "parse",
+            "Show what a format of tool calls makes of an answer on standard input.",
+            _add_parse_options,
+            _parse,
+        ),
+        OwnCommand(
+            "completion",
+            "Print the script that completes commands and options in a shell.",
+            add_completion_options,
+            _complete,
+        ),
+    )
+}
 
 _EPILOG = (
     "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and, after that, in "
@@ -38,8 +89,17 @@ _EPILOG = (
 )
 _MORE = "More options: --help-all. All settings: docs/reference/settings.md. "
 
-# Defaults that differ by command: these two print their own messages instead of log lines.
-DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
+# Defaults that differ by command: these print their own messages instead of log lines.
+DEFAULTS = {
+    "demo": {"log-level": "warning"},
+    "inspect": {"log-level": "error"},
+}
+
+# What ``--strict`` means to the commands that have it.
+_STRICT = {
+    "inspect": "End with status 1 if a model has a problem, or there is no model.",
+    "check": "End with status 1 if there is a warning.",
+}
 
 # Settings that a command does not use, by group or by name: the demo starts its own Triton, and inspect does not serve.
 _LEFT_OUT: Mapping[str, frozenset[str]] = {
@@ -103,28 +163,21 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     all: bool = False
     model: str | None = None
     weights: Path | None = None
-    #: The options of ``parse``.
+    #: Those of a command without settings.
     options: Mapping[str, Any] = {}
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence, like other wrong settings, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
     """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
     _check_command(arguments[0] if arguments else "")
-    parser = build_parser(everything="--help-all" in arguments)
+    parser, commands = build_parsers(everything="--help-all" in arguments)
     namespace, unknown = parser.parse_known_args(arguments)
     values = vars(namespace)
     if unknown:
-        raise ConfigurationError(_unknown(unknown[0], values["command"]))
-    if values["command"] == PARSE:
-        options_of_parse = {name: value for name, value in values.items() if name != "command"}
-        return Parsed(command=PARSE, settings={}, options=options_of_parse)
+        raise ConfigurationError(_unknown(unknown[0], values["command"], commands))
+    if values["command"] in OWN_COMMANDS:
+        own = {name: value for name, value in values.items() if name != "command"}
+        return Parsed(command=values["command"], settings={}, options=own)
     settings = {"config", *(option.name for option in options())}
     return Parsed(
         command=values["command"],
@@ -134,27 +187,27 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
 
 def _check_command(first: str) -> None:
-    if first in (*_COMMANDS, PARSE, "-h", "--help", "--version"):
+    if first in (*_COMMANDS, *OWN_COMMANDS, "-h", "--help", "--version"):
         return
     if first[:1] in ("", "-"):
         problem = "The command is missing."
     else:
         problem = f"There is no command {first!r}."
-    commands = [*_COMMANDS, BATCH, PARSE, COMMAND]
+    commands = [*_COMMANDS, *OWN_COMMANDS, BATCH, COMMAND]
     raise ConfigurationError(
         f"{problem}{did_you_mean(first, commands)} The commands are {', '.join(commands)}. See triton-openai --help."
     )
 
 
-def build_parser(*, everything: bool) -> argparse.ArgumentParser:
-    """Return the parser for all commands. Its help shows the common flags, or *everything*."""
-    parser = _Parser(
+def build_parsers(*, everything: bool) -> tuple[CommandParser, Mapping[str, CommandParser]]:
+    """Return the parser for all commands, and that of each. Their help shows the common flags, or *everything*."""
+    parser = CommandParser(
         prog="triton-openai",
         description="The OpenAI API in front of NVIDIA Triton Inference Server.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"triton-openai {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -173,11 +226,8 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
         if name == "inspect":
             command.add_argument("models", metavar="MODEL", nargs="*", help="Show the details of these models.")
             command.add_argument("--json", action="store_true", help="Print JSON, with all details.")
-            command.add_argument(
-                "--strict",
-                action="store_true",
-                help="End with status 1 if a model has a problem, or there is no model.",
-            )
+        if name in _STRICT:
+            command.add_argument("--strict", action="store_true", help=_STRICT[name])
         if name == "demo":
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
@@ -185,19 +235,9 @@ def build_parser(*, everything: bool) -> argparse.ArgumentParser:
     # These have flags of their own, and read them themselves.
     commands.add_parser(BATCH, help=BATCH_PURPOSE, add_help=False)
     commands.add_parser(COMMAND, help=PURPOSE, add_help=False)
-    _add_parse_options(commands.add_parser(PARSE, description=_PARSE_PURPOSE, help=_PARSE_PURPOSE, allow_abbrev=False))
-    return parser
-
-
-def _add_parse_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command ``parse`` to its *parser*."""
-    parser.add_argument(
-        "--format", required=True, metavar="NAME|FILE", help="A built-in format, or a YAML file that describes one."
-    )
-    parser.add_argument("--reasoning", metavar="NAME", help="A built-in format of reasoning.")
-    parser.add_argument("--tools", metavar="FILE", type=Path, help="JSON file with the request's tools.")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="The end of the prompt, which may open thinking.")
-    parser.add_argument("--cut", action="store_true", help="A limit of tokens ended the answer.")
+    for name, own in OWN_COMMANDS.items():
+        own.add_options(commands.add_parser(name, description=own.purpose, help=own.purpose, allow_abbrev=False))
+    return parser, commands.choices
 
 
 def _usable(command: str) -> list[Option]:
@@ -210,7 +250,7 @@ def _usable(command: str) -> list[Option]:
     ]
 
 
-def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: bool) -> None:
+def _add_settings(parser: CommandParser, command: str, *, everything: bool) -> None:
     defaults = DEFAULTS.get(command, {})
     groups: dict[str, Any] = {}
     for option in _usable(command):
@@ -247,6 +287,7 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
         if option.fields:
             keywords["nargs"] = len(option.fields)
         groups[section].add_argument(option.flag, dest=option.name, **keywords)
+        parser.arguments.append(((option.flag,), {**keywords, "choices": option.choices}))
     if everything:
         keys = ", ".join(option.key for option in options() if option.file_only)
         parser.add_argument_group("only in the YAML file", f"{keys}. See docs/reference/settings.md.")
@@ -274,11 +315,19 @@ def _about(section: str) -> str:
     return (inspect.getdoc(bare_type(kind)) or "").replace("%", "%%")
 
 
-def _unknown(argument: str, command: str) -> str:
+def _unknown(argument: str, command: str, parsers: Mapping[str, CommandParser]) -> str:
+    if command in OWN_COMMANDS:
+        known_names = [name for names, _ in parsers[command].arguments for name in names]
+        hint = did_you_mean(argument.partition("=")[0], known_names) or f" See triton-openai {command} --help."
+        return f"{argument} is not an option of `triton-openai {command}`.{hint}"
     if not argument.startswith("-"):
         # Such as the model that `vllm serve` takes.
         if command == "serve":
-            models = " The models are those that Triton has."
+            models = (
+                " The models are those that Triton has. To serve a model of the Hugging Face hub with vLLM in Triton, "
+                f"write it into a model repository: triton-openai {COMMAND} vllm --model {argument} --to models; "
+                "examples/vllm shows the rest."
+            )
         else:
             models = ""
         return f"`triton-openai {command}` takes options only, and {argument!r} is none.{models}"

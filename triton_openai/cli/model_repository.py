@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from triton_openai.cli.parser import CommandParser
 from triton_openai.companion import repository
 from triton_openai.errors import ConfigurationError
 
@@ -36,16 +36,9 @@ _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _NAME = re.compile(r"[\w.-]+")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Return the parser of the command's own flags; all others are those of vLLM's engine."""
-    parser = _Parser(
+    parser = CommandParser(
         prog=f"triton-openai {COMMAND}",
         usage=f"%(prog)s {_ENGINE} --model NAME --to DIR [vLLM's engine flags] | {_ENGINE} --from DIR/NAME",
         description=PURPOSE,

@@ -26,13 +26,20 @@ def shows_colours(stream: object) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return indented lines with aligned columns; a column that is empty in every row is left out."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = sys.maxsize) -> list[str]:
+    """
+    Return indented lines with aligned columns; a column that is empty in every row is left out.
+
+    The first *texts* columns are aligned to the left, and the others, of numbers, to the right.
+    """
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     aligned = []
-    for column in columns:
+    for number, column in enumerate(columns):
         width = max(map(len, column))
-        aligned.append([cell.ljust(width) for cell in column])
+        if number < texts:
+            aligned.append([cell.ljust(width) for cell in column])
+        else:
+            aligned.append([cell.rjust(width) for cell in column])
     lines = []
     for number, cells in enumerate(zip(*aligned, strict=True)):
         if number == 0:

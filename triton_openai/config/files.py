@@ -143,13 +143,18 @@ class FromFiles(Generic[_Value]):
 
 def warn_if_readable_by_all(path: Path | None, what: str) -> None:
     """Log a warning if every user of this machine can read *path*, which is a *what* and holds secrets."""
+    if readable_by_all(path):
+        _log.warning(f"every user of this machine can read the {what}", file=str(path), advice=f"chmod o-rwx {path}")
+
+
+def readable_by_all(path: Path | None) -> bool:
+    """Return whether every user of this machine can read *path*, if there is such a file."""
     if path is None:
-        return
-    with suppress(OSError):
-        if path.stat().st_mode & S_IROTH:
-            _log.warning(
-                f"every user of this machine can read the {what}", file=str(path), advice=f"chmod o-rwx {path}"
-            )
+        return False
+    try:
+        return bool(path.stat().st_mode & S_IROTH)
+    except OSError:
+        return False
 
 
 def read_file(path: Path, origin: str) -> bytes:

@@ -106,7 +106,7 @@ def test_no_suggestion_misleads(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "The command is missing. The commands are serve, demo, inspect, batch, parse, model-repository."),
+        ([], "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, parse,"),
         (["--port", "1"], "The command is missing."),
         (["srve"], "There is no command 'srve'. Did you mean serve?"),
         (["serve", "--prt", "1"], "--prt is not an option of `triton-openai serve`. Did you mean --port?"),
@@ -116,7 +116,9 @@ def test_no_suggestion_misleads(name: str) -> None:
         (["serve", "--toolcall-parser", "1"], "Did you mean --tool-call-parser?"),
         (
             ["serve", "extra"],
-            "`triton-openai serve` takes options only, and 'extra' is none. The models are those that Triton has.",
+            "`triton-openai serve` takes options only, and 'extra' is none. The models are those that Triton has. To "
+            "serve a model of the Hugging Face hub with vLLM in Triton, write it into a model repository: "
+            "triton-openai model-repository vllm --model extra --to models; examples/vllm shows the rest.",
         ),
         (["serve", "--port"], "Argument --port: expected one argument."),
         (["demo", "--triton-url", "http://a"], "`triton-openai demo` has no --triton-url."),

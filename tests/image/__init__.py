@@ -1,0 +1,1 @@
+"""The image itself, built by buildah and run: ``make image-test``, as root."""
