@@ -22,11 +22,11 @@ from msgspec.structs import replace
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.answer.prepare import tokenizer_of
+from triton_openai.answer.spoken_words import place_words
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import UNSPACED, blank_between
-from triton_openai.media.alignment import align
 from triton_openai.media.audio import Chunk, Recording
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
@@ -35,10 +35,6 @@ from triton_openai.triton.tensors import InferResponse
 
 # The most seconds of chunks in flight for one recording: 8 MB of samples, of which a transport makes copies.
 _MAX_SECONDS_IN_FLIGHT = 120.0
-# Microseconds for each byte of samples, at most: 60 ms for half a minute with as many words as one can say.
-_ALIGNING = 0.03
-# Bytes of a sample.
-_SAMPLE = 4
 # A letter or a digit of a word whose end has to be awaited.
 _IN_WORD = re.compile(rf"[^\W{UNSPACED}]")
 
@@ -104,6 +100,12 @@ class Transcription:
                         asked.popleft()
             finally:
                 await cancel(*[sent.task for sent in asked])
+
+    @property
+    def _rate(self) -> int:
+        recognition = self._model.adapter.capabilities.recognition
+        assert recognition is not None, "it transcribes"
+        return recognition.sample_rate
 
     def _has_capacity(self, asked: Sequence[_Asked]) -> bool:
         if not asked:
@@ -178,22 +180,13 @@ class Transcription:
         self.language = self.language or result.language
         self.logprobs += result.logprobs
         if self._options.words:
-            self.words += await self._words(chunk, result)
+            self.words += await place_words(result, chunk, self._rate)
         self.segments += [
             replace(each, start=chunk.start + each.start, end=chunk.start + each.end) for each in result.segments
         ]
         text = self.text[first:].strip()
         if text and not result.segments:
             self.segments.append(Segment(start=chunk.start, end=chunk.end, text=text))
-
-    async def _words(self, chunk: Chunk, result: Transcript) -> Sequence[Word]:
-        """Return the words of *result*: those of the model, or those of its segments as they fit the sound."""
-        if result.words:
-            return [replace(word, start=chunk.start + word.start, end=chunk.start + word.end) for word in result.words]
-        recognition = self._model.adapter.capabilities.recognition
-        assert recognition is not None, "it has transcribed"
-        rate = recognition.sample_rate
-        return await offload.run(_aligned, chunk, result.segments, rate, cost=_ALIGNING * len(chunk.samples))
 
 
 class _Asked:
@@ -250,16 +243,6 @@ class _Asked:
         text = (await self.task).text
         if len(text) > told:
             yield text[told:]
-
-
-def _aligned(chunk: Chunk, segments: Sequence[Segment], rate: int) -> Sequence[Word]:
-    """Return the words of *segments*, whose times count from the beginning of *chunk*, in samples of *rate* Hz."""
-    words: list[Word] = []
-    for segment in segments:
-        first = int(segment.start * rate) * _SAMPLE
-        last = int(segment.end * rate) * _SAMPLE
-        words += align(segment.text, chunk.samples[first:last], rate, chunk.start + segment.start)
-    return words
 
 
 def _show_text(show: _Show, adapter: Adapter, job: TranscriptionJob, responses: Sequence[InferResponse]) -> None:
