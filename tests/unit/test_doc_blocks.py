@@ -17,6 +17,8 @@ from tests.cases import every_case
 from tests.documents import ADDRESS, DOCUMENTS, ROOT, Block, blocks, read
 from triton_openai.cli import model_repository
 from triton_openai.cli.arguments import parse
+from triton_openai.cli.batch import COMMAND as BATCH
+from triton_openai.cli.batch import arguments as batch_arguments
 from triton_openai.config.options import options
 
 #: What shows something and is no code.
@@ -50,7 +52,7 @@ def test_markers_stand_above_blocks() -> None:
 def test_commands(block: Block) -> None:
     """A command is one that exists, with flags that exist."""
     for command in block.commands:
-        program, *arguments = shlex.split(command.partition(" < ")[0], comments=True)
+        program, *arguments = shlex.split(re.split(" [<>] ", command)[0], comments=True)
         check = _PROGRAMS.get(program)
         assert check is not None, f"{block.place}: {program} needs a marker"
         check(arguments)
@@ -59,6 +61,9 @@ def test_commands(block: Block) -> None:
 def _check_service(arguments: list[str]) -> None:
     if arguments[0] == model_repository.COMMAND:
         model_repository.build_parser().parse_known_args(arguments[1:])
+        return
+    if arguments[0] == BATCH:
+        batch_arguments.parse(arguments[1:], {})
         return
     parse(arguments)
 

@@ -45,14 +45,16 @@ class Pauses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeechStarted(msgspec.Struct, frozen=True):
-    """Speech starts at the sample *position*, which includes the padding."""
+    """Speech starts."""
 
+    #: The sample at which it starts, with the padding.
     position: int
 
 
 class SpeechEnded(msgspec.Struct, frozen=True):
-    """Speech ends at the sample *position*, which includes the silence that ended it."""
+    """Speech ends."""
 
+    #: The sample at which it ends, with the silence that ended it.
     position: int
 
 
