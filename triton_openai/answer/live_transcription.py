@@ -17,8 +17,8 @@ from triton_openai.triton.tensors import InferResponse
 
 # Requests that wait for their answers, above which more audio waits.
 _MAX_UNANSWERED = 8
-# The part of the backend's patience after which silence takes the place of audio that does not come.
-_PATIENCE = 0.8
+# The backend forgets a sequence that is idle for too long. After this part of that time, it gets silence.
+_IDLE_PART = 0.8
 
 
 def do_nothing() -> None:
@@ -42,7 +42,7 @@ class LiveTranscription:
         self.language = job.language
         #: Called with each answer.
         self.on_answer: Callable[[], None] = do_nothing
-        self._idle = recognition.live_idle * _PATIENCE
+        self._idle = recognition.live_idle * _IDLE_PART
         self._adapter = model.adapter
         self._job = job
         self._encoder = model.adapter.begin_live(job)

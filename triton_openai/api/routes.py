@@ -418,10 +418,6 @@ _AGAIN: Query = {
 }
 _OLDEST_FIRST = {**PAGE, "order": (PAGE["order"][0], {"enum": ["asc", "desc"], "default": "asc"})}
 _CHATS = {**_OLDEST_FIRST, "model": ("The model that answered.", _STRING)}
-_REALTIME: Query = {
-    "intent": ("What the session is for.", {"enum": ["transcription"]}),
-    "model": ("The model that transcribes, until the session names another one.", _STRING),
-}
 _VOICES_OF: Query = {"model": ("The model whose voices are wanted; all without it.", _STRING)}
 _ENDPOINT: Query = {"endpoint": ("The Triton that is meant; all of them without it.", _STRING)}
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
@@ -506,7 +502,7 @@ OPERATIONS = (
               reads=BodyKind.FORM, line_request=transcriptions.TranscriptionLine,
               line_function=transcriptions.transcribe_line),
     Operation(realtime.refuse_get, _openai("GET /realtime"), "connect_realtime", "inference",
-              session=realtime.RealtimeSession, query=_REALTIME, errors=(errors.InvalidRequest,)),
+              session=realtime.RealtimeSession, query=realtime.QUERY, errors=(errors.InvalidRequest,)),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
               label="translation", reads=BodyKind.FORM),

@@ -212,6 +212,9 @@ def test_sequences_that_are_not_served():
         with pytest.raises(ConfigurationError, match=said):
             adapter(config(WAV, sequences=True, decoupled=decoupled))
     assert read_model_config({"name": "m", "sequence_batching": {}}, "m").sequences
+    # The seconds after which a sequence is forgotten; protobuf's JSON has 64 bits as a text.
+    for batching, idle in (({}, 1.0), ({"max_sequence_idle_microseconds": "5000000"}, 5.0)):
+        assert idle == read_model_config({"name": "m", "sequence_batching": batching}, "m").sequence_idle
     assert not read_model_config({"name": "m", "dynamic_batching": {}}, "m").sequences
 
 

@@ -42,7 +42,7 @@ from triton_openai.media.audio import require_audio
 from triton_openai.media.pcm import SAMPLE_SIZE
 from triton_openai.media.voice_activity import Detector, SpeechStarted, VoiceActivity, detector_for
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import Call, Opening, Reply, Send
+from triton_openai.operations import Call, Opening, Query, Reply, Send
 from triton_openai.serving.session import CallSession
 from triton_openai.serving.websocket import MAX_SECONDS
 from triton_openai.shares import may_take
@@ -71,6 +71,11 @@ _CONVERSING = ("conversation.", "response.", "output_audio_buffer.")
 _BETA = "realtime=v1"
 _BETA_SUBPROTOCOL = "openai-beta.realtime-v1"
 
+#: The parameters of the request that opens a session.
+QUERY: Query = {
+    "intent": ("What the session is for.", {"enum": ["transcription"]}),
+    "model": ("The model that transcribes, until the session names another one.", {"type": "string"}),
+}
 _Handler = Callable[["RealtimeSession", ClientEvent], Awaitable[None]]
 
 

@@ -154,10 +154,10 @@ class Turns:
     async def _answer(self, turn: Turn, settings: TranscriptionSettings) -> None:
         """Write *turn* down."""
         record = self._session.new_record()
-        place = {"item_id": turn.item_id, "content_index": 0}
+        part = {"item_id": turn.item_id, "content_index": 0}
 
         async def on_delta(delta: str) -> None:
-            await self._send(f"{_PREFIX}.delta", **place, delta=delta)
+            await self._send(f"{_PREFIX}.delta", **part, delta=delta)
 
         async def work(entered: Entered) -> None:
             call: Call[TurnRequest] = Call(
@@ -180,10 +180,10 @@ class Turns:
             if text.language is not None:
                 fields["languages"] = [{"code": text.language}]
             usage = {"type": "duration", "seconds": round(turn.seconds, 3)}
-            await self._send(f"{_PREFIX}.completed", **place, **fields, usage=usage)
+            await self._send(f"{_PREFIX}.completed", **part, **fields, usage=usage)
 
         async def failed(error: ServiceError) -> None:
-            await self._send(f"{_PREFIX}.failed", **place, error=error_body(error))
+            await self._send(f"{_PREFIX}.failed", **part, error=error_body(error))
 
         await self._session.run_call(record, self._operation.group, work, failed)
 
