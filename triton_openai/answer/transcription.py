@@ -26,7 +26,8 @@ from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
 from triton_openai.languages import UNSPACED, blank_between
-from triton_openai.media.audio import Chunk, Recording
+from triton_openai.media.audio import Recording
+from triton_openai.media.cutting import Chunk
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel

@@ -36,7 +36,8 @@ from triton_openai.api.sse import data_event
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
+from triton_openai.media.audio import Recording, decoded_size, require_audio
+from triton_openai.media.voice_activity import Pauses
 from triton_openai.operations import Call, Form, Reply, Whole
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -71,7 +70,6 @@ class Detector(Protocol):
         ...
 
 
-@cache
 def silero_available() -> bool:
     """Return whether Silero's network is installed: the extra ``vad``."""
     try:
