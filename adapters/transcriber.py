@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import secrets
 import wave
@@ -40,8 +41,11 @@ _LANGUAGE = "language"
 _NORM = "norm"
 _IDS = "ids"
 _PROMPT = "prompt"
+_TEMPERATURE = "temperature"
 _TEXT = "text"
 _SEGMENTS = "segments"
+_LOGPROB = "avg_logprob"
+_NO_SPEECH = "no_speech_prob"
 # What the public repositories call them.
 _INPUTS: Mapping[str, str] = {
     _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
@@ -49,18 +53,29 @@ _INPUTS: Mapping[str, str] = {
 }  # fmt: skip
 _OUTPUTS: Mapping[str, str] = {_TEXT: "TRANSCRIPTS", _IDS: "OUTPUT_IDS"}
 #: What the settings can name.
-INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text"}
-OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text"}
+INPUTS: Mapping[str, Kind] = {
+    _AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text", _TEMPERATURE: "number",
+}  # fmt: skip
+OUTPUTS: Mapping[str, Kind] = {
+    _TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text", _LOGPROB: "number", _NO_SPEECH: "number",
+}  # fmt: skip
 # SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO = "auto"
 _NORMALIZED = 14
-# Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
-# about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 4 MB each.
+# Seconds of audio. Whisper sees 30 at once. The code of sherpa and of TensorRT-LLM ends its answer after so many tokens
+# (max_new_tokens in their model.py), which are enough for the speech of about 20 and 10 seconds. The others take what
+# fits into memory; in this service, a request is copied a few times, 4 MB each.
 _WINDOW = 30.0
 _SHERPA = 20.0
+_SHERPA_TOKENS = 96
 _TENSORRT_LLM = 10.0
+_TENSORRT_LLM_TOKENS = 50
 _ANY = 60.0
+# Parameters of sherpa's models and of TensorRT-LLM's: both have an engine, and only TensorRT-LLM's model in front of it
+# has the number of bands too.
+_ENGINE_FOLDER = "engine_dir"
+_BANDS = "n_mels"
 # Parameters of models that make features of a sequence, and what their code takes for one that is missing. A chunk of
 # the decoder has frames of the encoder, each of four.
 _FRAMING: Mapping[str, float] = {
@@ -176,17 +191,32 @@ class Transcriber(tensors.DescribedAdapter):
                 languages=[code for code in self._languages if code != _AUTO],
                 language=self._language,
                 prompt=bool(audio.prompt) and (self._whisper or _PROMPT in inputs),
+                temperature=_TEMPERATURE in inputs,
+                max_tokens=self._max_tokens(),
+                invents=self._whisper,
             ),
         )
 
+    def _max_tokens(self) -> int | None:
+        """Return the most tokens of an answer, where the code of a published repository limits them."""
+        parameters = self.config.parameters
+        if self._ids and _ENGINE_FOLDER in parameters:
+            return _SHERPA_TOKENS
+        if self._ids or not self._whisper:
+            return None
+        if _ENGINE_FOLDER in parameters and (_BANDS in parameters or self.config.decoupled):
+            return _TENSORRT_LLM_TOKENS
+        return _SHERPA_TOKENS
+
     def _default_max_seconds(self) -> float:
         """Return the longest audio of a request, in seconds."""
+        max_tokens = self._max_tokens()
+        if max_tokens == _TENSORRT_LLM_TOKENS:
+            return _TENSORRT_LLM
+        if max_tokens == _SHERPA_TOKENS:
+            return _SHERPA
         if self._ids:
             return _WINDOW
-        if self._whisper and "engine_dir" in self.config.parameters:
-            return _TENSORRT_LLM
-        if self._whisper:
-            return _SHERPA
         if self._inputs[_AUDIO].datatype == "FP64":
             return _ANY / 2
         return _ANY
@@ -335,6 +365,8 @@ class Transcriber(tensors.DescribedAdapter):
             yield self.tensor(self._inputs[_NORM].name, _NORMALIZED)
         if _PROMPT in self._inputs and job.prompt is not None:
             yield self.tensor(self._inputs[_PROMPT].name, job.prompt)
+        if _TEMPERATURE in self._inputs:
+            yield self.tensor(self._inputs[_TEMPERATURE].name, job.temperature or 0.0)
 
     def _prefix(self, job: TranscriptionJob, language: str | None) -> str:
         """Return the prompt of Whisper's decoder. An empty one would mean Korean to sherpa's code."""
@@ -379,7 +411,13 @@ class Transcriber(tensors.DescribedAdapter):
         described = self._last_text(_SEGMENTS, responses)
         if described:
             segments = _segments(described, self.config.name)
-        return Transcript(text=_TAG.sub("", text).strip(), language=language, segments=segments)
+        return Transcript(
+            text=_TAG.sub("", text).strip(),
+            language=language,
+            segments=segments,
+            avg_logprob=self._last_number(_LOGPROB, responses),
+            no_speech_prob=self._last_number(_NO_SPEECH, responses),
+        )
 
     def _text_of(self, response: InferResponse) -> str:
         return reduce(_written, response.texts(self._outputs[_TEXT].name), "")
@@ -393,6 +431,16 @@ class Transcriber(tensors.DescribedAdapter):
                 if texts:
                     return texts[0]
         return ""
+
+    def _last_number(self, use: str, responses: Sequence[InferResponse]) -> float | None:
+        """Return the first number of the output for *use* in the last response that has one."""
+        spec = self._outputs.get(use)
+        if spec is not None:
+            for response in reversed(responses):
+                numbers = response.numbers(spec.name)
+                if numbers and math.isfinite(numbers[0]):
+                    return numbers[0]
+        return None
 
     def _row(self, job: TranscriptionJob, responses: Sequence[InferResponse]) -> Sequence[int]:
         """Return the token ids of the best beam that follow the prompt."""
@@ -445,6 +493,8 @@ class _Segment(msgspec.Struct):
     start: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
     end: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
     text: str
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
 
 
 _decode_segments = msgspec.json.Decoder(list[_Segment], strict=False).decode
@@ -456,4 +506,13 @@ def _segments(text: str, model: str) -> list[Segment]:
         segments = _decode_segments(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidAnswer("its segments cannot be read", model=model, detail=str(error)) from error
-    return [Segment(start=segment.start, end=segment.end, text=segment.text) for segment in segments]
+    return [
+        Segment(
+            start=segment.start,
+            end=segment.end,
+            text=segment.text,
+            avg_logprob=segment.avg_logprob,
+            no_speech_prob=segment.no_speech_prob,
+        )
+        for segment in segments
+    ]

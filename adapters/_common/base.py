@@ -169,6 +169,12 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     language: str | None = None
     #: Whether a job can have a prompt.
     prompt: bool = False
+    #: Whether a job can have a temperature.
+    temperature: bool = False
+    #: The most tokens of an answer; ``None`` where that is not known. A longer answer is cut.
+    max_tokens: int | None = None
+    #: Whether the model invents text for audio without speech: it does not get such audio.
+    invents: bool = False
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,14 +2,13 @@
 ``POST /v1/audio/transcriptions`` and ``POST /v1/audio/translations``: what is spoken in a file, as text.
 
 Source of the wire format: OpenAI's ``audio`` (openai-openapi 2.3.0). What a model does not report of a segment of
-``verbose_json`` is empty or 0 there; segments of models without times are the chunks that they were sent.
+``verbose_json`` is empty or null there; segments of models without times are the chunks that they were sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
@@ -19,7 +18,9 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
-from triton_openai.answer.transcription import Transcription, TranscriptionOptions
+from triton_openai.answer.recognition import TranscriptionOptions
+from triton_openai.answer.repetition import compression_ratio
+from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import FileField, FormRequest, encode, new_id, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
@@ -114,9 +115,9 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: Sequence[int]
     temperature: float = 0.0
-    avg_logprob: float = 0.0
+    avg_logprob: float | None
     compression_ratio: float
-    no_speech_prob: float = 0.0
+    no_speech_prob: float | None
 
 
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,7 +309,6 @@ def _rendered(form: _Format, transcription: Transcription, recording: Recording,
 
 
 def _segment(number: int, segment: Segment) -> SegmentObject:
-    text = segment.text.encode()
     return SegmentObject(
         id=number,
         seek=round(segment.start * 100),
@@ -316,7 +316,10 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
         end=round(segment.end, 3),
         text=segment.text,
         tokens=segment.tokens,
-        compression_ratio=len(text) / len(zlib.compress(text)),
+        temperature=segment.temperature or 0.0,
+        avg_logprob=segment.avg_logprob,
+        compression_ratio=compression_ratio(segment.text),
+        no_speech_prob=segment.no_speech_prob,
     )
 
 

@@ -17,7 +17,7 @@ from triton_openai.media.voice_activity import Pauses, Samples, SpeechStarted, V
 # Seconds of the frames by which a quiet place is found, and of the average that smooths them.
 _FRAME_SECONDS = 0.01
 _SMOOTHED_SECONDS = 0.1
-# Decibels by which a place may be louder for each second that it is later.
+# Decibels by which a place may be louder for each second that it is nearer to where the cut should be.
 _DECIBELS_A_SECOND = 2.0
 # What is so many decibels below the loudest speech is as quiet as silence.
 _QUIET_DECIBELS = 45.0
@@ -217,44 +217,55 @@ def halves(chunk: Chunk, rate: int) -> tuple[Chunk, Chunk]:
 
     samples = np.frombuffer(chunk.samples, "<f4")
     begin = round(chunk.start * rate)
-    # The second half of the first three quarters.
-    cut = quiet_place(samples[: len(samples) * 3 // 4], rate)
+    quarter = len(samples) // 4
+    cut = quarter + quiet_place(samples[quarter : 3 * quarter], rate, middle=True)
     return (chunk_of(samples[:cut], begin, rate), chunk_of(samples[cut:], begin + cut, rate))
 
 
-def quiet_place(samples: Samples, rate: int) -> int:
+def quiet_place(samples: Samples, rate: int, *, middle: bool = False) -> int:
     """
-    Return where to cut *samples*: in the middle of a pause of their second half.
+    Return where to cut *samples*: in a pause of their second half, or with *middle* in one near their middle.
 
-    The pause is the quietest one; of two that are about as quiet it is the later one. The loudest speech is the measure
-    of what is quiet, because recordings have noise of any level.
+    The pause is the quietest one; of two that are about as quiet it is the later one, or the one nearer to the middle.
+    The loudest speech is the measure of what is quiet, because recordings have noise of any level.
     """
     import numpy as np
 
+    first = len(samples) // 2
+    if middle:
+        first = 0
     frame = max(1, int(_FRAME_SECONDS * rate))
-    half = len(samples) // 2
-    count = (len(samples) - half) // frame
+    count = (len(samples) - first) // frame
     width = round(_SMOOTHED_SECONDS / _FRAME_SECONDS)
     if count <= width:
-        return half + (len(samples) - half) // 2
-    searched = samples[len(samples) - count * frame :]
-    energies = np.square(searched, dtype=np.float64).reshape(count, frame).mean(axis=1)
+        return len(samples) - (len(samples) - first) // 2
+    first = len(samples) - count * frame
+    energies = np.square(samples[first:], dtype=np.float64).reshape(count, frame).mean(axis=1)
     totals = np.concatenate(([0.0], np.cumsum(energies)))
     smoothed = _decibels((totals[width:] - totals[:-width]) / width)
     quiet = smoothed.max() - _QUIET_DECIBELS
-    earliness = (len(smoothed) - 1 - np.arange(len(smoothed))) * (_FRAME_SECONDS * _DECIBELS_A_SECOND)
-    best = int(np.argmin(np.maximum(smoothed, quiet) + earliness))
+    best_place = len(smoothed) - 1
+    if middle:
+        best_place = len(smoothed) // 2
+    distances = np.abs(np.arange(len(smoothed)) - best_place) * _FRAME_SECONDS
+    chosen = int(np.argmin(np.maximum(smoothed, quiet) + distances * _DECIBELS_A_SECOND))
     # A pause that is shorter than the average is somewhere in it.
     levels = np.maximum(_decibels(energies), quiet)
-    place = best + int(np.argmin(levels[best : best + width]))
-    first = last = place
+    place = chosen + int(np.argmin(levels[chosen : chosen + width]))
+    return first + _middle_of_pause(levels, place) * frame // 2
+
+
+def _middle_of_pause(levels: Any, place: int) -> int:
+    """Return twice the frame in the middle of the pause that the frame *place* is in, by the *levels* of frames."""
     reach = round(_PAUSE_SECONDS / _FRAME_SECONDS)
     limit = levels[place] + _PAUSE_DECIBELS
+    first = place
     while first > max(0, place - reach) and levels[first - 1] <= limit:
         first -= 1
-    while last < min(count - 1, place + reach) and levels[last + 1] <= limit:
+    last = place
+    while last < min(len(levels) - 1, place + reach) and levels[last + 1] <= limit:
         last += 1
-    return int(len(samples) - count * frame + (first + last + 1) * frame // 2)
+    return first + last + 1
 
 
 def _decibels(powers: Any) -> Any:

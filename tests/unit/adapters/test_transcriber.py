@@ -87,19 +87,31 @@ def test_who_is_claimed(inputs, outputs, claimed):
 
 
 @every_case(
-    "inputs, fields, audio, seconds",
+    "inputs, fields, audio, seconds, max_tokens",
     [
-        (WAV, {}, {}, 60),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 10),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25),
+        (WAV, {}, {}, 60, None),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20, 96),
+        # Sherpa's infer_bls, and TensorRT-LLM's whisper_bls.
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 20, 96),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine", "n_mels": "128"}}, {}, 10, 50),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}, "decoupled": True}, {}, 10, 50),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25, 96),
     ],
 )
-def test_how_much_is_taken_at_once(inputs, fields, audio, seconds):
+def test_how_much_is_taken_at_once(inputs, fields, audio, seconds, max_tokens):
     """A limit of the model's own code holds, unless the settings have another."""
     recognition = adapter(config(inputs, **fields), **audio).capabilities.recognition
     assert recognition is not None
-    assert seconds == recognition.max_seconds
+    assert (seconds, max_tokens) == (recognition.max_seconds, recognition.max_tokens)
+
+
+@every_case("parameters, seconds, max_tokens", [({"engine_dir": "/engine", "n_mels": "80"}, 20, 96), ({}, 30, None)])
+def test_how_much_an_engine_takes(parameters, seconds, max_tokens):
+    """Sherpa's engine ends an answer after 96 tokens."""
+    engine = config((*WAV, "DECODER_INPUT_IDS INT32 [-1]"), ("OUTPUT_IDS INT32 [-1]",), parameters=parameters)
+    recognition = adapter(engine).capabilities.recognition
+    assert recognition is not None
+    assert (seconds, max_tokens) == (recognition.max_seconds, recognition.max_tokens)
 
 
 def test_releases_of_whisper_bls():
