@@ -119,14 +119,16 @@ def _numbers(values: Any) -> Sequence[float]:
     return list(values) if not isinstance(values[0], str) else []
 
 
-def model(inputs: Sequence[str], outputs: Sequence[str], tokenizer: Tokenizer | None, **audio: Any) -> Any:
-    """Return a served model with these tensors, at the stand-in's rate."""
+def model(
+    inputs: Sequence[str], outputs: Sequence[str], tokenizer: Tokenizer | None, *, rate: int = RATE, **audio: Any
+) -> Any:
+    """Return a served model with these tensors, which takes audio at *rate*."""
     config = ModelConfig(
         name="m",
         inputs={spec.name: spec for spec in map(spec_of, inputs)},
         outputs={spec.name: spec for spec in map(spec_of, outputs)},
     )
-    mapping = TensorMapping(audio=AudioFormat(sample_rate=RATE, pad_seconds=0, **audio))
+    mapping = TensorMapping(audio=AudioFormat(sample_rate=rate, pad_seconds=0, **audio))
     adapter = Transcriber.described(config, {}, mapping)
 
     async def prompter() -> Any:
@@ -138,13 +140,14 @@ def model(inputs: Sequence[str], outputs: Sequence[str], tokenizer: Tokenizer | 
 class _Recording:
     """Samples in place of a file."""
 
-    def __init__(self, samples: Samples, max_seconds: float) -> None:
+    def __init__(self, samples: Samples, rate: int, max_seconds: float) -> None:
         self._samples = samples
+        self._rate = rate
         self._max_seconds = max_seconds
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Yield what :class:`Recording` yields."""
-        cutter = Cutter(RATE, self._max_seconds, None)
+        cutter = Cutter(self._rate, self._max_seconds, None)
         for start in range(0, len(self._samples), 4096):
             for chunk in cutter.feed(self._samples[start : start + 4096]):
                 yield chunk
@@ -156,7 +159,8 @@ async def transcribe(whisper: Any, served: Any, samples: Samples, **options: Any
     """Return the transcription of *samples* by *whisper*, asked as the model *served*."""
     job = TranscriptionJob(id="t", samples=b"", language="en")
     transcription = Transcription(whisper, served, TranscriptionOptions(job=job, **options))
-    recording: Any = _Recording(samples, served.adapter.capabilities.recognition.max_seconds)
+    recognition = served.adapter.capabilities.recognition
+    recording: Any = _Recording(samples, recognition.sample_rate, recognition.max_seconds)
     pieces = [piece async for piece in transcription.deltas(recording)]
     assert "".join(pieces) == transcription.text
     return transcription

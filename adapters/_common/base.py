@@ -173,7 +173,7 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     temperature: bool = False
     #: The most tokens of an answer; ``None`` where that is not known. A longer answer is cut.
     max_tokens: int | None = None
-    #: Whether the model invents text for audio without speech: it does not get such audio.
+    #: Whether the model invents text, as Whisper does: for audio without speech, and in loops.
     invents: bool = False
 
 

@@ -250,7 +250,7 @@ class Recognizer:
         """
         if not transcript.complete:
             return False
-        if not repeats_itself(transcript.text):
+        if not self.recognition.invents or not repeats_itself(transcript.text):
             return True
         if is_too_fast(transcript.text, chunk.seconds):
             return False

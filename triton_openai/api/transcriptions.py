@@ -64,7 +64,7 @@ class _AudioRequest(FormRequest, kw_only=True):
     #: What precedes the audio, or how its words are written; for models whose operator says that they have room for it.
     prompt: str | None = None
     response_format: _Format = "json"
-    #: Only 0: no recognizer takes another one.
+    #: Only 0, unless the model takes one.
     temperature: _Share | None = None
 
 
@@ -211,8 +211,9 @@ async def _answer(
         raise UnsupportedParameter(
             "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
         )
-    if body.temperature:
+    if body.temperature and not _recognition(context).temperature:
         raise UnsupportedParameter("'temperature' must be 0 for this model.", param="temperature")
+    job = msgspec.structs.replace(job, temperature=body.temperature)
     if body.prompt:
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)

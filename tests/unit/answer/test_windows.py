@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,9 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(str(write_whisper_tokenizer(tmp_path_factory.mktemp("whisper") / "tokenizer")))
 
 
-def engine(tokenizer: Tokenizer, **audio: object) -> object:
+def engine(tokenizer: Tokenizer) -> Any:
     """Return a model that takes and gives token ids."""
-    return model((*WAV, "DECODER_INPUT_IDS INT32 [-1]"), ("OUTPUT_IDS INT32 [-1]",), tokenizer, **audio)
+    return model((*WAV, "DECODER_INPUT_IDS INT32 [-1]"), ("OUTPUT_IDS INT32 [-1]",), tokenizer)
 
 
 def said(transcription: Transcription) -> list[str]:
