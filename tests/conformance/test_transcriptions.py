@@ -246,7 +246,7 @@ async def test_long_recordings(services: dict[str, Proxy], recognizers: TestTrit
             assert " ".join(words) == answer.json["text"], model
             chunks = len(asked(recognizers, model)) - before - (model == "whisper")
             # In 30 seconds, 13 words repeat themselves so much that Whisper is asked again.
-            again = 2 * (model == "whisper")
+            again = int(model == "whisper")
             assert math.ceil(48 / most) <= chunks <= math.ceil(48 / (most - 2)) + again, model
             segments = answer.json["segments"]
             assert (0, pytest.approx(48, abs=0.15)) == (segments[0]["start"], segments[-1]["end"]), model

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Recognition
 from triton_openai.answer.prepare import tokenizer_of
-from triton_openai.answer.repetition import is_too_fast, repeats_itself, text_without_loop, without_loop
+from triton_openai.answer.repetition import is_too_fast, repeats_itself, text_without_loop, without_loop, word_rate
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import UpstreamError
 from triton_openai.jobs import Segment, Transcript, TranscriptionJob, TranslationJob
@@ -47,6 +47,8 @@ _SPEECH_THRESHOLD = 0.2
 # Microseconds to look for speech in a second of audio, and to load the network.
 _LOOK_COST = 5_000.0
 _LOAD_COST = 60_000.0
+# By which part the words a second of two answers to the same audio differ, if none of them has a loop.
+_SAME_RATE = 0.2
 # How often in a row the next window may begin within a second of the last one.
 _MAX_SHORT_STEPS = 3
 _SHORT_STEP = 1.0
@@ -149,7 +151,9 @@ class Recognizer:
         parts = await asyncio.to_thread(halves, chunk, self.recognition.sample_rate)
         spoken = [part for part in parts if not await self.is_silent(part)]
         transcripts = [await self._transcribe_whole(part, None, again=True) for part in spoken]
-        return _joined(chunk, spoken, transcripts)
+        joined = _joined(chunk, spoken, transcripts)
+        self._confirms(joined, chunk.seconds, transcript, chunk.seconds)
+        return joined
 
     async def windows(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[tuple[Chunk, Transcript]]:
         """
@@ -175,13 +179,16 @@ class Recognizer:
 
     async def _transcribe_beginning(self, window: Chunk) -> tuple[Transcript, float]:
         """Return what is spoken in *window* up to as many seconds as the answer is about."""
-        transcript, seconds = await self._ask(window, None)
+        first = await self._ask(window, None)
+        transcript, seconds = first
         sound = self._is_sound(transcript, window, again=False)
         while not sound and window.seconds >= _MIN_SECONDS:
             window, _ = await asyncio.to_thread(halves, window, self.recognition.sample_rate)
             if await self.is_silent(window):
                 return Transcript(text=""), window.seconds
             transcript, seconds = await self._ask(window, None)
+            if self._confirms(transcript, seconds, *first):
+                return first
             sound = self._is_sound(transcript, window, again=True)
         if not sound:
             transcript = self._without_loop(transcript, window)
@@ -257,6 +264,20 @@ class Recognizer:
         if again:
             self._speaker_repeats = True
         return self._speaker_repeats
+
+    def _confirms(self, transcript: Transcript, seconds: float, before: Transcript, seconds_before: float) -> bool:
+        """
+        Return whether *transcript* shows that the answer *before* it has no loop. Each is about so many *seconds*.
+
+        A loop makes an answer longer. If both have as many words a second, the speaker repeats words.
+        """
+        if not before.complete or not transcript.complete or is_too_fast(before.text, seconds_before):
+            return False
+        expected = word_rate(transcript.text, seconds)
+        confirmed = abs(word_rate(before.text, seconds_before) - expected) <= _SAME_RATE * expected
+        if confirmed:
+            self._speaker_repeats = True
+        return confirmed
 
     def _without_loop(self, transcript: Transcript, chunk: Chunk) -> Transcript:
         """Return *transcript* of a *chunk* that is not cut again, without what only a loop of the model can be."""

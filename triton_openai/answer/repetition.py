@@ -37,9 +37,14 @@ def repeats_itself(text: str) -> bool:
     return compression_ratio(text) > _MAX_RATIO
 
 
+def word_rate(text: str, seconds: float) -> float:
+    """Return how many words a second *text* has, which is spoken in so many *seconds*."""
+    return len(_WORD.findall(text)) / seconds
+
+
 def is_too_fast(text: str, seconds: float) -> bool:
     """Return whether nobody can speak *text* in so many *seconds*."""
-    return len(_WORD.findall(text)) > _MAX_WORDS_A_SECOND * seconds
+    return word_rate(text, seconds) > _MAX_WORDS_A_SECOND
 
 
 def without_loop(items: Sequence[_Item]) -> Sequence[_Item]:
