@@ -112,12 +112,9 @@ class Recognizer:
         return await offload.run(self._has_no_speech, chunk, cost=cost)
 
     def _has_no_speech(self, chunk: Chunk) -> bool:
-        import numpy as np
-
         if self._detector is None:
             self._detector = SileroDetector(self.recognition.sample_rate)
-        samples = np.frombuffer(chunk.samples, "<f4")
-        return speech_seconds(samples, self._detector, _SPEECH_THRESHOLD) < _MIN_SPEECH
+        return speech_seconds(chunk.samples, self._detector, _SPEECH_THRESHOLD) < _MIN_SPEECH
 
     async def detect(self, chunk: Chunk) -> None:
         """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""

@@ -44,14 +44,16 @@ class Pauses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeechStarted(msgspec.Struct, frozen=True):
-    """Speech starts at the sample *position*, which includes the padding."""
+    """Speech starts."""
 
+    #: The sample at which it starts, with the padding.
     position: int
 
 
 class SpeechEnded(msgspec.Struct, frozen=True):
-    """Speech ends at the sample *position*, which includes the silence that ended it."""
+    """Speech ends."""
 
+    #: The sample at which it ends, with the silence that ended it.
     position: int
 
 
@@ -265,8 +267,10 @@ class VoiceActivity:
         return SpeechEnded(self._position)
 
 
-def speech_seconds(samples: Samples, detector: Detector, threshold: float) -> float:
-    """Return how many seconds of *samples*, which are no part of a stream, are speech with that *threshold*."""
+def speech_seconds(samples: bytes, detector: Detector, threshold: float) -> float:
+    """Return how many seconds of *samples* (float32), which are no part of a stream, are speech with *threshold*."""
+    import numpy as np
+
     detector.reset()
-    moments = detector.rate_moments(samples)
+    moments = detector.rate_moments(np.frombuffer(samples, "<f4"))
     return detector.seconds * sum(1 for probability in moments if probability >= threshold)
