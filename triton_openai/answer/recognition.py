@@ -8,7 +8,7 @@ the rules: openai/whisper (``transcribe.py``) for temperatures, repetitions and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -152,7 +152,7 @@ class Recognizer:
         self._confirms(joined, chunk.seconds, transcript, chunk.seconds)
         return joined
 
-    async def windows(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[tuple[Chunk, Transcript]]:
+    async def windows(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[tuple[Chunk, Transcript]]:
         """
         Yield windows of *chunks* with what is spoken in them. Raises :class:`ServiceError`.
 

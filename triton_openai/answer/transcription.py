@@ -71,12 +71,13 @@ class Transcription:
 
     async def _in_windows(self, chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
         """Ask for one window after the other."""
-        async for window, transcript in self._recognizer.windows(chunks):
-            blank = blank_between(self.text, transcript.text)
-            self.text += blank + transcript.text
-            self._take(window, transcript)
-            if transcript.text:
-                yield blank + transcript.text
+        async with aclosing(self._recognizer.windows(chunks)) as windows:
+            async for window, transcript in windows:
+                blank = blank_between(self.text, transcript.text)
+                self.text += blank + transcript.text
+                self._take(window, transcript)
+                if transcript.text:
+                    yield blank + transcript.text
 
     async def _in_parallel(self, chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
         """Ask for a few chunks at the same time."""

@@ -233,7 +233,8 @@ async def _transcribed(
     body = context.body
     limits = context.service.settings.audio
     recognition = _recognition(context)
-    longest = recognition.max_seconds * limits.parallel_chunks
+    # What follows a window is there before the next one is cut.
+    longest = recognition.max_seconds * max(limits.parallel_chunks, 2)
     await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
     recording = Recording(
         body.file.content,
