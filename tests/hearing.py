@@ -3,8 +3,8 @@ A stand-in for Whisper that hears exactly what the samples say, and the recordin
 
 A word is a stretch of samples with the same value, which no other word has; a pause has zeros. So tests know the words
 of a recording and their places, at a rate that costs next to nothing. It answers as Whisper does: with times if its
-prompt asks for them; a word that goes on at the end of its window is not written, and two times say so; and an answer
-has no end where its tokens are used up.
+prompt asks for them. Words that begin in the last seconds of a window are left for the next one, unless there are no
+others, and two times say so. An answer has no end where its tokens are used up.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ RATE = 1000
 _FIRST_VALUE, _STEP_OF_VALUES = 0.3, 0.05
 _START, _END, _NO_TIMES, _FIRST_TIME = 50_258, 50_257, 50_363, 50_364
 _SECONDS_OF_A_TIME = 0.02
+# How near to the end of a window words are left for the next one.
+_OPEN_SECONDS = 3.0
 # Samples of a word at least: a time is rounded, so some of the word before may be behind it.
 _MIN_LENGTH = 30
 
@@ -93,17 +95,17 @@ class Whisper:
     def _answer(self, samples: Samples, *, times: bool) -> list[int]:
         seconds = len(samples) / RATE
         words = words_in(samples)
+        written = words
+        if times:
+            written = [word for word in words if word[0] < seconds - _OPEN_SECONDS] or words
         ids = []
-        for begin, end, word in words:
-            if not times:
-                ids.append(WORDS.index(word))
-            elif end < seconds - _SECONDS_OF_A_TIME:
+        for begin, end, word in written:
+            if times:
                 ids += [_time(begin), WORDS.index(word), _time(end)]
-        if times and ids and ids[-1] < _time(words[-1][1]):
-            # The last word goes on.
+            else:
+                ids.append(WORDS.index(word))
+        if len(written) < len(words):
             ids.append(ids[-1])
-        elif times and words and not ids:
-            ids = [_time(words[0][0]), WORDS.index(words[0][2])]
         if seconds > self._max_sound_seconds and words:
             ids += [WORDS.index(words[-1][2])] * self._max_tokens
         return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -75,7 +76,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
 async def answered(proxy: Proxy, data: bytes, **fields: str) -> str:
     """Return the answer to the recording *data*."""
     form = FormData()
-    form.add_field("file", data, filename="speech")
+    form.add_field("file", io.BytesIO(data), filename="speech")
     for name, value in {"model": "whisper-1", **fields}.items():
         form.add_field(name, value)
     async with proxy.client.post("/v1/audio/transcriptions", data=form) as response:
