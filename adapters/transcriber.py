@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import secrets
 import wave
@@ -40,10 +41,13 @@ _LANGUAGE = "language"
 _NORM = "norm"
 _IDS = "ids"
 _PROMPT = "prompt"
+_TEMPERATURE = "temperature"
 _TEXT = "text"
 _SEGMENTS = "segments"
 _WORDS = "words"
 _LOGPROBS = "logprobs"
+_AVG_LOGPROB = "avg_logprob"
+_NO_SPEECH = "no_speech_prob"
 # What the public repositories call them.
 _INPUTS: Mapping[str, str] = {
     _AUDIO: "WAV", _LENGTH: "WAV_LENS", _PREFIX: "TEXT_PREFIX", _LANGUAGE: "LANGUAGE", _NORM: "TEXT_NORM",
@@ -51,20 +55,30 @@ _INPUTS: Mapping[str, str] = {
 }  # fmt: skip
 _OUTPUTS: Mapping[str, str] = {_TEXT: "TRANSCRIPTS", _IDS: "OUTPUT_IDS"}
 #: What the settings can name.
-INPUTS: Mapping[str, Kind] = {_AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text"}
+INPUTS: Mapping[str, Kind] = {
+    _AUDIO: "audio", _LENGTH: "integer", _LANGUAGE: "code", _PROMPT: "text", _TEMPERATURE: "number",
+}  # fmt: skip
 OUTPUTS: Mapping[str, Kind] = {
-    _TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text", _WORDS: "text", _LOGPROBS: "text",
+    _TEXT: "text", _LANGUAGE: "text", _SEGMENTS: "text", _WORDS: "text", _LOGPROBS: "text", _AVG_LOGPROB: "number",
+    _NO_SPEECH: "number",
 }  # fmt: skip
 # SenseVoice's languages, and its switch for inverse text normalization: numbers are written in digits.
 _SENSEVOICE: Mapping[str, int] = {"auto": 0, "zh": 3, "en": 4, "yue": 7, "ja": 11, "ko": 12}
 _AUTO = "auto"
 _NORMALIZED = 14
-# Seconds of audio. Whisper sees 30 at once; the text that sherpa's and TensorRT-LLM's code generates for it ends after
-# about 20 and 10. The others take what fits into memory; in this service, a request is copied a few times, 4 MB each.
+# Seconds of audio. Whisper sees 30 at once. The code of sherpa and of TensorRT-LLM ends its answer after so many tokens
+# (max_new_tokens in their model.py), which are enough for the speech of about 20 and 10 seconds. The others take what
+# fits into memory; in this service, a request is copied a few times, 4 MB each.
 _WINDOW = 30.0
 _SHERPA = 20.0
+_SHERPA_TOKENS = 96
 _TENSORRT_LLM = 10.0
+_TENSORRT_LLM_TOKENS = 50
 _ANY = 60.0
+# Parameters of sherpa's models and of TensorRT-LLM's: both have an engine, and only TensorRT-LLM's model in front of it
+# has the number of bands too.
+_ENGINE_FOLDER = "engine_dir"
+_BANDS = "n_mels"
 # Parameters of models that make features of a sequence, and what their code takes for one that is missing. A chunk of
 # the decoder has frames of the encoder, each of four.
 _FRAMING: Mapping[str, float] = {
@@ -232,15 +246,32 @@ class Transcriber(tensors.DescribedAdapter):
                 segments=self._ids or _SEGMENTS in outputs,
                 words=_WORDS in outputs,
                 logprobs=_LOGPROBS in outputs,
+                temperature=_TEMPERATURE in inputs,
+                max_tokens=self._max_tokens(),
+                invents=self._whisper,
             ),
         )
 
+    def _max_tokens(self) -> int | None:
+        """Return the most tokens of an answer, where the code of a published repository limits them."""
+        parameters = self.config.parameters
+        if self._ids and _ENGINE_FOLDER in parameters:
+            return _SHERPA_TOKENS
+        if self._ids or not self._whisper:
+            return None
+        if _ENGINE_FOLDER in parameters and (_BANDS in parameters or self.config.decoupled):
+            return _TENSORRT_LLM_TOKENS
+        return _SHERPA_TOKENS
+
     def _default_max_seconds(self) -> float:
         """Return the longest audio of a request, in seconds."""
+        max_tokens = self._max_tokens()
+        if max_tokens == _TENSORRT_LLM_TOKENS:
+            return _TENSORRT_LLM
+        if max_tokens == _SHERPA_TOKENS:
+            return _SHERPA
         if self._ids:
             return _WINDOW
-        if self._whisper and "engine_dir" in self.config.parameters:
-            return _TENSORRT_LLM
         if _PREFIX in self._inputs:
             return _SHERPA
         if self._inputs[_AUDIO].datatype == "FP64":
@@ -399,6 +430,8 @@ class Transcriber(tensors.DescribedAdapter):
             yield self.tensor(self._inputs[_NORM].name, _NORMALIZED)
         if _PROMPT in self._inputs and job.prompt is not None:
             yield self.tensor(self._inputs[_PROMPT].name, job.prompt)
+        if _TEMPERATURE in self._inputs:
+            yield self.tensor(self._inputs[_TEMPERATURE].name, job.temperature or 0.0)
 
     def _prefix(self, job: TranscriptionJob, language: str | None) -> str:
         """Return the prompt of Whisper's decoder. An empty one would mean Korean to sherpa's code."""
@@ -440,7 +473,13 @@ class Transcriber(tensors.DescribedAdapter):
         if named:
             language = code_of(named)
         segments = [
-            Segment(start=each.start, end=each.end, text=each.text)
+            Segment(
+                start=each.start,
+                end=each.end,
+                text=each.text,
+                avg_logprob=each.avg_logprob,
+                no_speech_prob=each.no_speech_prob,
+            )
             for each in self._listed(_SEGMENTS, _decode_segments, responses)
         ]
         words = [
@@ -453,6 +492,8 @@ class Transcriber(tensors.DescribedAdapter):
             segments=segments,
             words=words,
             logprobs=self._listed(_LOGPROBS, _decode_logprobs, responses),
+            avg_logprob=self._last_number(_AVG_LOGPROB, responses),
+            no_speech_prob=self._last_number(_NO_SPEECH, responses),
         )
 
     def _listed(
@@ -480,6 +521,16 @@ class Transcriber(tensors.DescribedAdapter):
                 if texts:
                     return texts[0]
         return ""
+
+    def _last_number(self, use: str, responses: Sequence[InferResponse]) -> float | None:
+        """Return the first number of the output for *use* in the last response that has one."""
+        spec = self._outputs.get(use)
+        if spec is not None:
+            for response in reversed(responses):
+                numbers = response.numbers(spec.name)
+                if numbers and math.isfinite(numbers[0]):
+                    return numbers[0]
+        return None
 
     def _row(self, job: TranscriptionJob, responses: Sequence[InferResponse]) -> Sequence[int]:
         """Return the token ids of the best beam that follow the prompt."""
@@ -595,6 +646,8 @@ class _Segment(msgspec.Struct):
     start: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
     end: Annotated[float, Meta(ge=0, le=_MAX_SECONDS)]
     text: str
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
 
 
 class _Word(msgspec.Struct):

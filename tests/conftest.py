@@ -16,6 +16,8 @@ import pytest
 import structlog
 from xdist.scheduler import LoadFileScheduling
 
+from triton_openai.media import voice_activity
+
 pytest_plugins = [
     "tests.clock",
     "tests.extended",
@@ -118,6 +120,20 @@ def pytest_sessionfinish() -> None:
     """Look for garbage once; pytest and the interpreter would walk through all that is left half a dozen times more."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tones_are_speech() -> Iterator[None]:
+    """Let the level of audio decide what is speech: the words of :mod:`tones` are none to Silero's network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(voice_activity, "silero_available", lambda: False)
+        yield
+
+
+@pytest.fixture
+def silero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Silero's network decide what is speech, as it does where the extra ``vad`` is installed."""
+    monkeypatch.setattr(voice_activity, "silero_available", lambda: True)
 
 
 @pytest.fixture(autouse=True)

@@ -217,6 +217,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     #: Where the model answers in token ids, those of the text.
     tokens: Sequence[int] = ()
+    #: What the text was sampled with, the mean log probability of its tokens, and the probability that it is none of
+    #: speech; ``None`` where the model does not return it.
+    temperature: float | None = None
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
 
 
 class Transcript(Result, frozen=True, kw_only=True):
@@ -233,6 +238,11 @@ class Transcript(Result, frozen=True, kw_only=True):
     logprobs: Sequence[SpokenToken] = ()
     #: In place of the text, of a model that answers in these: what follows the prompt.
     token_ids: Sequence[int] = ()
+    #: Whether the answer says all that is spoken. One of token ids without an end was cut.
+    complete: bool = True
+    #: As those of a segment, for all of the audio.
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
 
 
 class TranscriptionJob(Job[Transcript], frozen=True, kw_only=True):
@@ -249,6 +259,8 @@ class TranscriptionJob(Job[Transcript], frozen=True, kw_only=True):
     language: str | None = None
     #: What precedes the audio, or how its words are written; ``None`` unless the model takes it.
     prompt: str | None = None
+    #: What the text is sampled with; ``None`` unless the model takes it.
+    temperature: float | None = None
     #: The prompt of the decoder, for models that take token ids.
     prompt_ids: Sequence[int] = (START_OF_TRANSCRIPT,)
 

@@ -187,6 +187,12 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     words: bool = False
     #: Whether answers have tokens with their probabilities.
     logprobs: bool = False
+    #: Whether a job can have a temperature.
+    temperature: bool = False
+    #: The most tokens of an answer; ``None`` where that is not known. A longer answer is cut.
+    max_tokens: int | None = None
+    #: Whether the model invents text, as Whisper does: for audio without speech, and in loops.
+    invents: bool = False
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import math
+import random
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
-from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
+from tests.speech import RATE, SENTENCE, WORDS, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
 from triton_openai.api import conversation, service, transcriptions
@@ -292,7 +293,8 @@ async def test_translations(services: dict[str, Proxy]) -> None:
 
 async def test_long_recordings(services: dict[str, Proxy], recognizers: TestTriton) -> None:
     """A long recording is cut where it is quiet, its chunks are with Triton together, and their texts are in order."""
-    words = [*SENTENCE, "again", "better"] * 12
+    chosen = random.Random(1)
+    words = ["never", *(chosen.choice(WORDS[:-1]) for _ in range(95))]
     file = encoded(speak(words), RATE, "FLAC")
     for proxy in services.values():
         for model, most in (("whisper_bls", 10), ("parakeet", 10), ("infer_bls", 20), ("whisper", 30)):
@@ -300,7 +302,9 @@ async def test_long_recordings(services: dict[str, Proxy], recognizers: TestTrit
             answer = await send(proxy, file, model=model, response_format="verbose_json")
             assert " ".join(words) == answer.json["text"], model
             chunks = len(asked(recognizers, model)) - before - (model == "whisper")
-            assert math.ceil(48 / most) <= chunks <= math.ceil(48 / (most - 2)), model
+            # In 30 seconds, 13 words repeat themselves so much that Whisper is asked again.
+            again = int(model == "whisper")
+            assert math.ceil(48 / most) <= chunks <= math.ceil(48 / (most - 2)) + again, model
             segments = answer.json["segments"]
             assert (0, pytest.approx(48, abs=0.15)) == (segments[0]["start"], segments[-1]["end"]), model
             assert all(one["end"] <= two["start"] + 0.001 for one, two in pairwise(segments))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +27,14 @@ pytestmark = pytest.mark.extended
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. Triton answers in plain English."
 SPOKEN = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
+TWO_CITIES = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
+    "it was the epoch of belief, it was the epoch of incredulity, it was the season of light, it was the season of "
+    "darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing "
+    "before us, we were all going direct to heaven, we were all going direct the other way. In short, the period "
+    "was so far like the present period that some of its noisiest authorities insisted on its being received, for "
+    "good or for evil, in the superlative degree of comparison only."
+)
 
 
 def word_error_rate(said: str, heard: str) -> float:
@@ -63,15 +73,28 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
         yield TestTriton(server, repository, Record(folder / "record.jsonl"))
 
 
-async def heard(proxy: Proxy, data: bytes, **fields: str) -> str:
-    """Return what Whisper hears in *data*."""
+async def answered(proxy: Proxy, data: bytes, **fields: str) -> str:
+    """Return the answer to the recording *data*."""
     form = FormData()
-    form.add_field("file", data, filename="speech")
+    form.add_field("file", io.BytesIO(data), filename="speech")
     for name, value in {"model": "whisper-1", **fields}.items():
         form.add_field(name, value)
     async with proxy.client.post("/v1/audio/transcriptions", data=form) as response:
         assert 200 == response.status, await response.text()
-        return str((await response.json())["text"])
+        return await response.text()
+
+
+async def heard(proxy: Proxy, data: bytes, **fields: str) -> str:
+    """Return what Whisper hears in *data*."""
+    return str(json.loads(await answered(proxy, data, **fields))["text"])
+
+
+async def recording(name: str) -> bytes:
+    """Return a recording of a person. Skips the test if it is not installed."""
+    package = find_spec("moonshine_voice")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("The recording of a person is not installed (make .venv/.spoken).")
+    return await asyncio.to_thread(Path(package.submodule_search_locations[0], "assets", name).read_bytes)
 
 
 @asynccontextmanager
@@ -96,13 +119,10 @@ async def test_round_trip(speaking: TestTriton) -> None:
 
 async def test_a_person(speaking: TestTriton) -> None:
     """A recording of a person is written down, with and without being told its language."""
-    package = find_spec("moonshine_voice")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("The recording of a person is not installed (make .venv/.spoken).")
-    recording = await asyncio.to_thread(Path(package.submodule_search_locations[0], "assets/beckett.wav").read_bytes)
+    file = await recording("beckett.wav")
     async with served(speaking) as proxy:
         for fields in ({"language": "en"}, {}):
-            assert word_error_rate(SPOKEN, await heard(proxy, recording, **fields)) < 0.2
+            assert word_error_rate(SPOKEN, await heard(proxy, file, **fields)) < 0.2
 
 
 async def test_a_prompt_and_times_of_words(speaking: TestTriton) -> None:
@@ -134,3 +154,13 @@ async def test_a_prompt_and_times_of_words(speaking: TestTriton) -> None:
     assert times == sorted(times)
     assert 0 <= times[0] < 1
     assert answer["duration"] - 1 < times[-1] <= answer["duration"]
+
+
+async def test_a_long_recording(speaking: TestTriton) -> None:
+    """Nothing is lost between the windows of 44 seconds, with times and without."""
+    file = await recording("two_cities.wav")
+    async with served(speaking) as proxy:
+        assert word_error_rate(TWO_CITIES, await heard(proxy, file, language="en")) < 0.03
+        cues = await answered(proxy, file, language="en", response_format="srt")
+        lines = [line for line in cues.splitlines() if line and "-->" not in line and not line.isdigit()]
+        assert word_error_rate(TWO_CITIES, " ".join(lines)) < 0.03

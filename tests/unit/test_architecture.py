@@ -192,7 +192,7 @@ def test_databases_stay_in_one_package() -> None:
 def test_numbers_are_crunched_in_few_places() -> None:
     """`numpy` is imported where logits, vectors, LoRA files and audio are read; the programs that make the demo may."""
     media = {
-        *("media/alignment.py", "media/audio.py", "media/decode.py", "media/encode.py"),
+        *("media/alignment.py", "media/audio.py", "media/cutting.py", "media/decode.py", "media/encode.py"),
         *("media/pcm.py", "media/voice_activity.py"),
     }
     readers = {"answer/logits_reader.py", "models/lora/lora_files.py", *media}

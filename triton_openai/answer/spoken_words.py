@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from triton_openai import offload
 from triton_openai.jobs import Segment, Transcript, Word
 from triton_openai.media.alignment import align
-from triton_openai.media.audio import Chunk
+from triton_openai.media.cutting import Chunk
 
 # Microseconds for each byte of samples, at most: 60 ms for half a minute with as many words as one can say.
 _ALIGNING = 0.03

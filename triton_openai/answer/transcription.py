@@ -1,8 +1,10 @@
 """
-Transcribes a recording chunk by chunk: a few are sent to Triton at the same time, and their texts come in order.
+Transcribes a recording in chunks, whose texts come in order.
 
-No chunk is decoded long before Triton gets it, so a recording needs no more memory than the chunks in flight. When the
-client leaves, these still run: no backend cancels them.
+Where times are asked for and the model's answers have them, a window follows the other: each begins where the model
+says. Otherwise a few chunks are sent to Triton at the same time. No chunk is decoded long before Triton gets it, so a
+recording needs no more memory than the chunks in flight. When the client leaves, these still run: no backend cancels
+them.
 """
 
 from __future__ import annotations
@@ -10,55 +12,34 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 from itertools import takewhile
-from typing import TypeAlias
 
 import msgspec
-from msgspec.structs import replace
 
-from triton_openai import offload
-from triton_openai.adapters._common.base import Adapter
-from triton_openai.answer.prepare import tokenizer_of
+from triton_openai.answer.recognition import (
+    Ask,
+    ReadText,
+    Recognizer,
+    TranscriptionOptions,
+    moved,
+    segments_of,
+)
 from triton_openai.answer.spoken_words import place_words
 from triton_openai.answer.upstream_call import UpstreamClient
-from triton_openai.errors import ServiceError, UpstreamError
-from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
+from triton_openai.errors import ServiceError
+from triton_openai.jobs import Segment, SpokenToken, Transcript, Word
 from triton_openai.languages import UNSPACED, blank_between
-from triton_openai.media.audio import Chunk, Recording
+from triton_openai.media.audio import Recording
+from triton_openai.media.cutting import Chunk
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.tasks import cancel
-from triton_openai.triton.tensors import InferResponse
 
 # The most seconds of chunks in flight for one recording: 8 MB of samples, of which a transport makes copies.
 _MAX_SECONDS_IN_FLIGHT = 120.0
 # A letter or a digit of a word whose end has to be awaited.
 _IN_WORD = re.compile(rf"[^\W{UNSPACED}]")
-
-# Reads the text so far.
-_ReadText: TypeAlias = Callable[[], str]
-_Show: TypeAlias = Callable[[_ReadText], None]
-_Ask: TypeAlias = Callable[[Chunk, _Show | None], Awaitable[Transcript]]
-
-
-class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client wants to get for a recording."""
-
-    #: Without samples, which each chunk has.
-    job: TranscriptionJob
-    #: The codes of the languages that it can be in, if the client names some.
-    languages: Sequence[str] = ()
-    #: Whether the client wants the times of the parts.
-    times: bool = False
-    #: Whether the client wants the times of the words.
-    words: bool = False
-    #: Whether the text is wanted while the model still writes it.
-    live: bool = False
-    #: The most chunks that are sent to Triton at the same time.
-    parallel: int = 4
 
 
 class Transcription:
@@ -72,40 +53,54 @@ class Transcription:
         #: The words, if they are wanted, and the tokens with their probabilities, if the model returns them.
         self.words: list[Word] = []
         self.logprobs: list[SpokenToken] = []
-        #: The code of the language, once it is known.
-        self.language = options.job.language
-        self._upstream = upstream
-        self._model = model
+        self._recognizer = Recognizer(upstream, model, options)
         self._options = options
-        self._whisper: WhisperTokens | None = None
-        self._number = 0
+
+    @property
+    def language(self) -> str | None:
+        """The code of the language, once it is known."""
+        return self._recognizer.language
 
     async def deltas(self, recording: Recording) -> AsyncGenerator[str]:
         """Yield the pieces of the text. Raises :class:`ServiceError`."""
-        await self._prepare()
-        asked: deque[_Asked] = deque()
+        await self._recognizer.prepare()
         async with aclosing(recording.chunks()) as chunks:
-            try:
-                more = True
-                while more or asked:
-                    while more and self._has_capacity(asked):
-                        chunk = await anext(chunks, None)
-                        more = chunk is not None
-                        if chunk is not None and not chunk.silent:
-                            await self._detect(chunk)
-                            asked.append(_Asked(chunk, self._ask, live=self._options.live))
-                    if asked:
-                        async for piece in self._told(asked[0]):
-                            yield piece
-                        asked.popleft()
-            finally:
-                await cancel(*[sent.task for sent in asked])
+            if self._recognizer.gives_times:
+                pieces = self._in_windows(chunks)
+            else:
+                pieces = self._in_parallel(chunks)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
 
-    @property
-    def _rate(self) -> int:
-        recognition = self._model.adapter.capabilities.recognition
-        assert recognition is not None, "it transcribes"
-        return recognition.sample_rate
+    async def _in_windows(self, chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
+        """Ask for one window after the other."""
+        async with aclosing(self._recognizer.windows(chunks)) as windows:
+            async for window, transcript in windows:
+                blank = blank_between(self.text, transcript.text)
+                self.text += blank + transcript.text
+                await self._take(window, transcript)
+                if transcript.text:
+                    yield blank + transcript.text
+
+    async def _in_parallel(self, chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
+        """Ask for a few chunks at the same time."""
+        asked: deque[_Asked] = deque()
+        try:
+            more = True
+            while more or asked:
+                while more and self._has_capacity(asked):
+                    chunk = await anext(chunks, None)
+                    more = chunk is not None
+                    if chunk is not None and not await self._recognizer.is_silent(chunk):
+                        await self._recognizer.detect(chunk)
+                        asked.append(_Asked(chunk, self._recognizer.transcribe, live=self._options.live))
+                if asked:
+                    async for piece in self._told(asked[0]):
+                        yield piece
+                    asked.popleft()
+        finally:
+            await cancel(*[sent.task for sent in asked])
 
     def _has_capacity(self, asked: Sequence[_Asked]) -> bool:
         if not asked:
@@ -113,57 +108,6 @@ class Transcription:
         seconds = [sent.chunk.seconds for sent in asked]
         in_flight = sum(seconds) + max(seconds)
         return len(asked) < self._options.parallel and in_flight <= _MAX_SECONDS_IN_FLIGHT
-
-    async def _prepare(self) -> None:
-        """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
-        if self._model.adapter.capabilities.tokens:
-            self._whisper = WhisperTokens(await tokenizer_of(self._model))
-
-    async def _detect(self, chunk: Chunk) -> None:
-        """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""
-        if self._whisper is None or self.language is not None:
-            return
-        ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
-        transcript = await self._run(chunk, ids, None)
-        detected = self._whisper.language(transcript.token_ids)
-        wanted = self._options.languages
-        if wanted and detected not in wanted:
-            self.language = wanted[0]
-        else:
-            self.language = detected
-        if self.language is None and isinstance(self._options.job, TranslationJob):
-            raise UpstreamError("The model did not tell the language of the audio.")
-
-    async def _ask(self, chunk: Chunk, show: _Show | None) -> Transcript:
-        whisper = self._whisper
-        job = self._options.job
-        if whisper is None:
-            return await self._run(chunk, (), show)
-        translate = isinstance(job, TranslationJob)
-        language = None
-        if self.language in whisper.languages:
-            language = self.language
-        ids = await whisper.prompt(language, translate=translate, times=self._options.times, before=job.prompt)
-        result = await self._run(chunk, ids, None)
-        text, segments = whisper.read(result.token_ids, chunk.seconds)
-        if not self._options.times:
-            segments = []
-        return replace(result, text=text, segments=segments)
-
-    async def _run(self, chunk: Chunk, ids: Sequence[int], show: _Show | None) -> Transcript:
-        """Return the transcript of *chunk*; *show* gets readers of the text so far. Raises :class:`ServiceError`."""
-        self._number += 1
-        adapter = self._model.adapter
-        job = self._options.job
-        job = replace(job, id=f"{job.id}-{self._number}", samples=chunk.samples, prompt_ids=ids)
-
-        on_responses = None
-        if show is not None:
-            on_responses = partial(_show_text, show, adapter, job)
-        (request,) = await offload.run(adapter.encode, job, cost=offload.BYTE * len(chunk.samples))
-        responses = await self._upstream.ask(request, on_responses)
-        result: Transcript = adapter.decode(job, responses)
-        return result
 
     async def _told(self, asked: _Asked) -> AsyncGenerator[str]:
         """Yield the pieces that a chunk adds to the text, and take its segments over."""
@@ -176,29 +120,30 @@ class Transcription:
             self.text += blank + piece
             yield blank + piece
         result = asked.task.result()
-        chunk = asked.chunk
-        self.language = self.language or result.language
-        self.logprobs += result.logprobs
+        if not result.segments:
+            # What was shown stays, even if the model has taken it back.
+            result = msgspec.structs.replace(result, text=self.text[first:].strip())
+        await self._take(asked.chunk, result)
+
+    async def _take(self, chunk: Chunk, transcript: Transcript) -> None:
+        """Take over what belongs to the text of *chunk*."""
+        self.logprobs += transcript.logprobs
         if self._options.words:
-            self.words += await place_words(result, chunk, self._rate)
-        self.segments += [
-            replace(each, start=chunk.start + each.start, end=chunk.start + each.end) for each in result.segments
-        ]
-        text = self.text[first:].strip()
-        if text and not result.segments:
-            self.segments.append(Segment(start=chunk.start, end=chunk.end, text=text))
+            self.words += await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
+        self._recognizer.language = self._recognizer.language or transcript.language
+        self.segments += [moved(segment, chunk.start) for segment in segments_of(transcript, chunk)]
 
 
 class _Asked:
     """A chunk in flight."""
 
-    def __init__(self, chunk: Chunk, ask: _Ask, *, live: bool) -> None:
+    def __init__(self, chunk: Chunk, ask: Ask, *, live: bool) -> None:
         self.chunk = chunk
         # The text so far, and the part of it that will not change. It is not decoded before the text is read.
         self._before = ""
         self._sure = ""
         self._reads = False
-        self._read_text: _ReadText | None = None
+        self._read_text: ReadText | None = None
         self._news = asyncio.Event()
         show = None
         if live:
@@ -206,12 +151,12 @@ class _Asked:
         self.task = asyncio.ensure_future(ask(chunk, show))
         self.task.add_done_callback(lambda _: self._news.set())
 
-    def _show(self, read_text: _ReadText) -> None:
+    def _show(self, read_text: ReadText) -> None:
         self._read_text = read_text
         if self._reads:
             self._update(read_text)
 
-    def _update(self, read_text: _ReadText) -> None:
+    def _update(self, read_text: ReadText) -> None:
         try:
             text = read_text()
         except ServiceError:
@@ -243,10 +188,6 @@ class _Asked:
         text = (await self.task).text
         if len(text) > told:
             yield text[told:]
-
-
-def _show_text(show: _Show, adapter: Adapter, job: TranscriptionJob, responses: Sequence[InferResponse]) -> None:
-    show(lambda: str(adapter.decode(job, responses).text))
 
 
 def agreed(before: str, text: str) -> str:

@@ -2,14 +2,13 @@
 ``POST /v1/audio/transcriptions`` and ``POST /v1/audio/translations``: what is spoken in a file, as text.
 
 Source of the wire format: OpenAI's ``audio`` (openai-openapi 2.3.0). What a model does not report of a segment of
-``verbose_json`` is empty or 0 there; segments of models without times are the chunks that they were sent.
+``verbose_json`` is empty or null there; segments of models without times are the chunks that they were sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,7 +18,9 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
-from triton_openai.answer.transcription import Transcription, TranscriptionOptions
+from triton_openai.answer.recognition import TranscriptionOptions
+from triton_openai.answer.repetition import compression_ratio
+from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import (
@@ -37,7 +38,8 @@ from triton_openai.api.uploaded_files import find_file, read_file
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, code_of
-from triton_openai.media.audio import Pauses, Recording, decoded_size, require_audio
+from triton_openai.media.audio import Recording, decoded_size, require_audio
+from triton_openai.media.voice_activity import Pauses
 from triton_openai.operations import Call, Form, Reply, Whole
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
@@ -63,7 +65,7 @@ class _AudioRequest(FormRequest, kw_only=True):
     #: What precedes the audio, or how its words are written; for models whose operator says that they have room for it.
     prompt: str | None = None
     response_format: _Format = "json"
-    #: Without effect: no recognizer takes one.
+    #: Ignored by models that take none.
     temperature: _Share | None = None
 
 
@@ -132,9 +134,9 @@ class SegmentObject(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: Sequence[int]
     temperature: float = 0.0
-    avg_logprob: float = 0.0
+    avg_logprob: float | None
     compression_ratio: float
-    no_speech_prob: float = 0.0
+    no_speech_prob: float | None
 
 
 class WordObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,8 +294,10 @@ async def _answer(
         raise UnsupportedParameter(
             "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
         )
-    if body.temperature:
+    if body.temperature and not _recognition(context).temperature:
         report_ignored(context.record, ["temperature"])
+    else:
+        job = msgspec.structs.replace(job, temperature=body.temperature)
     if body.prompt:
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)
@@ -313,7 +317,8 @@ async def _transcribed(
     body = context.body
     limits = context.service.settings.audio
     recognition = _recognition(context)
-    longest = recognition.max_seconds * limits.parallel_chunks
+    # What follows a window is there before the next one is cut.
+    longest = recognition.max_seconds * max(limits.parallel_chunks, 2)
     await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
     recording = Recording(
         body.file.content,
@@ -419,7 +424,6 @@ def _rendered(
 
 
 def _segment(number: int, segment: Segment) -> SegmentObject:
-    text = segment.text.encode()
     return SegmentObject(
         id=number,
         seek=round(segment.start * 100),
@@ -427,7 +431,10 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
         end=round(segment.end, 3),
         text=segment.text,
         tokens=segment.tokens,
-        compression_ratio=len(text) / len(zlib.compress(text)),
+        temperature=segment.temperature or 0.0,
+        avg_logprob=segment.avg_logprob,
+        compression_ratio=compression_ratio(segment.text),
+        no_speech_prob=segment.no_speech_prob,
     )
 
 

@@ -21,6 +21,7 @@ from triton_openai.config.options import options
 from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.config.validation import did_you_mean
 from triton_openai.errors import ConfigurationError
+from triton_openai.media import voice_activity
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import fim_form, known_fim_form
@@ -81,6 +82,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str | None = None
     scores: str | None = None
     classes: str | None = None
+    audio: str | None = None
     guides: Sequence[str] = ()
     loras: Sequence[str] = ()
     images: str = ""
@@ -218,6 +220,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         parameters=list(map(_parameter, model.adapter.parameters)),
         refused=_refused(model),
         scores=_scores(model),
+        audio=audio_report(capabilities),
         guides=sorted(capabilities.guides),
         loras=sorted({served.lora.name for served in names.values() if served.lora is not None}),
         logprobs=_logprobs(model.adapter),
@@ -294,6 +297,23 @@ def _scores(model: ServedModel) -> str | None:
     if model.settings.score_activation == "sigmoid":
         return "the sigmoid of the model's numbers"
     return "the model's numbers (score_activation)"
+
+
+def audio_report(capabilities: Capabilities) -> str | None:
+    """Return how a recognizer gets a recording."""
+    recognition = capabilities.recognition
+    if recognition is None:
+        return None
+    text = f"{recognition.max_seconds:g} s at once"
+    if recognition.max_tokens is not None:
+        text += f", answers of up to {recognition.max_tokens} tokens"
+    if capabilities.tokens:
+        text += "; the next window begins where an answer ends"
+    if recognition.invents and voice_activity.silero_available():
+        text += "; audio without speech is left out (Silero)"
+    elif recognition.invents:
+        text += "; silence is left out (tones and noise too with the extra 'vad')"
+    return text
 
 
 def _parameter(row: Parameter) -> ParameterReport:
@@ -447,7 +467,7 @@ def _render(item: ModelReport) -> str:
             ("sampling", item.sampling),
             *notes,
         ]
-    for name, text in (("scores", item.scores), ("classes", item.classes)):
+    for name, text in (("scores", item.scores), ("classes", item.classes), ("audio", item.audio)):
         if text is not None:
             rows += [(name, text), ("tokenizer", item.tokenizer or "none"), *notes]
     lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
-import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest, install_advice
+from triton_openai.media.cutting import Chunk, Cutter
 from triton_openai.media.decode import blocks, too_long_error, wrong_audio
+from triton_openai.media.voice_activity import Pauses
 
 # The largest number of FP16. NaN compares as false.
 _LOUDEST = 65_504.0
@@ -29,47 +30,6 @@ _THREADS = 2
 # Samples a second that models of chats take, and the most seconds that one request has: 19 MB.
 _CHAT_RATE = 16_000
 _MAX_SECONDS_IN_CHATS = 600.0
-# Seconds: what is searched for the quietest place before the limit of a chunk, and how long that place is.
-_SEARCHED = 2.0
-_QUIET = 0.1
-#: Seconds of the frames that are either speech or not.
-FRAME = 0.02
-# A root mean square of -60 dBFS, below which nothing can be heard.
-_SILENCE = 0.001
-
-_Samples: TypeAlias = Any
-"""An array of NumPy, which is not imported here before it is needed."""
-
-
-class Pauses(msgspec.Struct, frozen=True, kw_only=True):
-    """How speech and silence are distinguished, as by the API's ``server_vad``. Times are in seconds."""
-
-    #: From 0 to 1: a level of -60 dBFS to -20 dBFS (root mean square), below which it is silent.
-    threshold: float = 0.5
-    #: What of the silence before speech is kept.
-    padding: float = 0.3
-    #: How long silence lasts that ends a chunk.
-    silence: float = 0.5
-
-    @property
-    def level(self) -> float:
-        """The threshold as a root mean square of samples from -1 to 1."""
-        return float(10 ** (-3 + 2 * self.threshold))
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a recording: mono samples (little-endian FP32, mostly from -1 to 1), and its bounds in seconds."""
-
-    start: float
-    end: float
-    samples: bytes
-    #: Whether nothing can be heard: recognizers invent text for silence.
-    silent: bool
-
-    @property
-    def seconds(self) -> float:
-        """How long it is."""
-        return self.end - self.start
 
 
 class Recording:
@@ -99,7 +59,7 @@ class Recording:
         self._blocks = blocks(data, max_seconds)
         self._max_seconds = max_seconds
         self._on_decoded = on_decoded
-        self._cutter = _Cutter(rate, max_chunk_seconds, pauses)
+        self._cutter = Cutter(rate, max_chunk_seconds, pauses)
         # Frames that were decoded, and those of a second.
         self._frames = 0
         self._rate = 1
@@ -238,120 +198,3 @@ def require_audio() -> None:
             detail=str(error),
         ) from error
     del soundfile, soxr
-
-
-class _Cutter:
-    """Cuts mono samples that come piece by piece. Positions are numbers of samples since the start of the recording."""
-
-    def __init__(self, rate: int, max_chunk_seconds: float, pauses: Pauses | None) -> None:
-        self.rate = rate
-        self._max_frames = int(max_chunk_seconds * rate)
-        self._frame = int(FRAME * rate)
-        self._pauses = pauses
-        self._pieces: list[_Samples] = []
-        # The position at which the pieces begin.
-        self._first = 0
-        # The position up to which they were examined.
-        self._place = 0
-        self._end = 0
-        # Where the chunk begins, if it has begun, and for how many samples it has been silent.
-        self._begin: int | None = None if pauses else 0
-        self._silent = 0
-
-    def feed(self, samples: _Samples) -> Iterator[Chunk]:
-        """Add *samples*, and yield the chunks that are complete."""
-        self._pieces.append(samples)
-        self._end += len(samples)
-        if self._pauses is None:
-            self._place = self._end
-            yield from self._limited()
-        else:
-            yield from self._at_pauses(self._pauses)
-
-    def rest(self) -> Iterator[Chunk]:
-        """Yield the last chunk."""
-        if self._begin is not None and self._end > self._begin:
-            yield self._take(self._begin, self._end)
-
-    def _limited(self) -> Iterator[Chunk]:
-        """Yield chunks as long as there is more than one may have."""
-        while self._begin is not None and self._place - self._begin > self._max_frames:
-            stop = self._begin - self._first + self._max_frames
-            searched = min(int(_SEARCHED * self.rate), self._max_frames // 2)
-            cut = stop - searched + _quietest(self._joined()[stop - searched : stop], int(_QUIET * self.rate))
-            begin = self._begin
-            self._begin = cut + self._first
-            yield self._take(begin, self._begin)
-
-    def _at_pauses(self, pauses: Pauses) -> Iterator[Chunk]:
-        import numpy as np
-
-        unread = self._joined()[self._place - self._first :]
-        frames = unread[: len(unread) // self._frame * self._frame].reshape(-1, self._frame)
-        padding = int(pauses.padding * self.rate)
-        silence = int(pauses.silence * self.rate)
-        for loud in (np.sqrt(np.square(frames).mean(axis=1)) >= pauses.level).tolist():
-            if loud and self._begin is None:
-                self._begin = max(self._place - padding, self._first)
-            self._place += self._frame
-            if loud:
-                self._silent = 0
-            else:
-                self._silent = self._silent + self._frame
-            if self._begin is not None and self._silent >= silence:
-                begin = self._begin
-                self._begin = None
-                yield self._take(begin, self._place)
-            yield from self._limited()
-        if self._begin is None:
-            self._drop(max(self._place - padding, self._first))
-
-    def _joined(self) -> _Samples:
-        import numpy as np
-
-        if len(self._pieces) != 1:
-            if self._pieces:
-                self._pieces = [np.concatenate(self._pieces)]
-            else:
-                self._pieces = [np.zeros(0, np.float32)]
-        return self._pieces[0]
-
-    def _drop(self, position: int) -> None:
-        """Keep only what follows *position*, without what holds the memory of the rest."""
-        self._pieces = [self._joined()[position - self._first :].copy()]
-        self._first = position
-
-    def _take(self, begin: int, end: int) -> Chunk:
-        samples = self._joined()[begin - self._first : end - self._first]
-        chunk = Chunk(
-            start=begin / self.rate,
-            end=end / self.rate,
-            samples=samples.astype("<f4", copy=False).tobytes(),
-            silent=_loudest(samples, int(_QUIET * self.rate)) < _SILENCE,
-        )
-        self._drop(end)
-        return chunk
-
-
-def _quietest(samples: _Samples, width: int) -> int:
-    """Return the middle of the *width* samples with the least energy."""
-    import numpy as np
-
-    if len(samples) <= width:
-        return len(samples) // 2
-    total = np.concatenate(([0.0], np.cumsum(np.square(samples, dtype=np.float64))))
-    return int(np.argmin(total[width:] - total[:-width])) + width // 2
-
-
-def _loudest(samples: _Samples, width: int) -> float:
-    """Return the root mean square of the loudest *width* samples."""
-    import numpy as np
-
-    whole = len(samples) // width * width
-    if whole:
-        parts = [samples[:whole].reshape(-1, width)]
-    else:
-        parts = []
-    parts += [samples[whole:].reshape(1, -1)] if len(samples) > whole else []
-    # Without an array of the squares.
-    return max((math.sqrt(np.einsum("ij,ij->i", part, part).max() / part.shape[1]) for part in parts), default=0.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -73,7 +72,6 @@ class Detector(Protocol):
         ...
 
 
-@cache
 def silero_available() -> bool:
     """Return whether Silero's network is installed: the extra ``vad``."""
     try:
@@ -269,8 +267,10 @@ class VoiceActivity:
         return SpeechEnded(self._position)
 
 
-def speech_seconds(samples: Samples, detector: Detector, threshold: float) -> float:
-    """Return how many seconds of *samples*, which are no part of a stream, are speech with that *threshold*."""
+def speech_seconds(samples: bytes, detector: Detector, threshold: float) -> float:
+    """Return how many seconds of *samples* (float32), which are no part of a stream, are speech with *threshold*."""
+    import numpy as np
+
     detector.reset()
-    moments = detector.rate_moments(samples)
+    moments = detector.rate_moments(np.frombuffer(samples, "<f4"))
     return detector.seconds * sum(1 for probability in moments if probability >= threshold)

@@ -16,6 +16,7 @@ import pytest
 from tests.cases import every_case
 from tests.unit.adapters.test_profiles import check, profiles, registry, spec_of
 from triton_openai.adapters.transcriber import Transcriber
+from triton_openai.cli.inspect import audio_report
 from triton_openai.errors import ConfigurationError, UnsupportedParameter, UpstreamError
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import TranscriptionJob, TranslationJob
@@ -87,19 +88,75 @@ def test_who_is_claimed(inputs, outputs, claimed):
 
 
 @every_case(
-    "inputs, fields, audio, seconds",
+    "inputs, fields, audio, seconds, max_tokens",
     [
-        (WAV, {}, {}, 60),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 10),
-        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25),
+        (WAV, {}, {}, 60, None),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {}, 20, 96),
+        # Sherpa's infer_bls, and TensorRT-LLM's whisper_bls.
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}}, {}, 20, 96),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine", "n_mels": "128"}}, {}, 10, 50),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {"parameters": {"engine_dir": "/engine"}, "decoupled": True}, {}, 10, 50),
+        ((*WAV, "TEXT_PREFIX STRING [1]"), {}, {"max_seconds": 25.0}, 25, 96),
     ],
 )
-def test_how_much_is_taken_at_once(inputs, fields, audio, seconds):
+def test_how_much_is_taken_at_once(inputs, fields, audio, seconds, max_tokens):
     """A limit of the model's own code holds, unless the settings have another."""
     recognition = adapter(config(inputs, **fields), **audio).capabilities.recognition
     assert recognition is not None
-    assert seconds == recognition.max_seconds
+    assert (seconds, max_tokens) == (recognition.max_seconds, recognition.max_tokens)
+
+
+@every_case("parameters, seconds, max_tokens", [({"engine_dir": "/engine", "n_mels": "80"}, 20, 96), ({}, 30, None)])
+def test_how_much_an_engine_takes(parameters, seconds, max_tokens):
+    """Sherpa's engine ends an answer after 96 tokens."""
+    engine = config((*WAV, "DECODER_INPUT_IDS INT32 [-1]"), ("OUTPUT_IDS INT32 [-1]",), parameters=parameters)
+    recognition = adapter(engine).capabilities.recognition
+    assert recognition is not None
+    assert (seconds, max_tokens) == (recognition.max_seconds, recognition.max_tokens)
+
+
+@every_case(
+    "inputs, parameters, said",
+    [
+        (
+            (*WAV, "TEXT_PREFIX STRING [1]"),
+            {"engine_dir": "/engine"},
+            "20 s at once, answers of up to 96 tokens; silence",
+        ),
+        (WAV, {}, "60 s at once"),
+        (
+            (*WAV, "DECODER_INPUT_IDS INT32 [-1]"),
+            {"engine_dir": "/engine"},
+            "20 s at once, answers of up to 96 tokens; the next window begins where an answer ends; silence",
+        ),
+    ],
+)
+def test_what_inspect_says(inputs, parameters, said):
+    """A person sees the window and the limit of a recognizer."""
+    outputs = ("OUTPUT_IDS INT32 [-1]",) if len(inputs) == 3 and "IDS" in inputs[2] else TEXT
+    text = audio_report(adapter(config(inputs, outputs, parameters=parameters)).capabilities)
+    assert text is not None
+    assert text.startswith(said)
+
+
+def test_temperatures_and_probabilities():
+    """A described model gets a temperature, and may return probabilities; NaN is none."""
+    inputs, outputs = (
+        ("SPEECH INT16 [-1]", "HEAT FP32 [1]"),
+        ("TEXT STRING [1]", "LOGPROB FP32 [1]", "SILENCE FP32 [1]"),
+    )
+    mapping = TensorMapping(
+        inputs={"audio": "SPEECH", "temperature": "HEAT"},
+        outputs={"text": "TEXT", "avg_logprob": "LOGPROB", "no_speech_prob": "SILENCE"},
+    )
+    found = adapter(config(inputs, outputs, max_batch_size=0), mapping)
+    recognition = found.capabilities.recognition
+    assert recognition is not None
+    assert recognition.temperature
+    for temperature, expected in ((None, 0.0), (0.4, 0.4)):
+        assert [expected] == list(sent(found, msgspec.structs.replace(JOB, temperature=temperature))["HEAT"])
+    answer = found.decode(JOB, [JsonResponse(values={"TEXT": "never", "LOGPROB": [-0.5], "SILENCE": [float("nan")]})])
+    assert (-0.5, None) == (answer.avg_logprob, answer.no_speech_prob)
 
 
 def test_releases_of_whisper_bls():

@@ -11,7 +11,7 @@ from tests.cases import every_case
 from triton_openai.answer.transcription import _Asked, agreed
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.jobs import Transcript
-from triton_openai.media.audio import Chunk
+from triton_openai.media.cutting import Chunk
 
 CHUNK = Chunk(start=0.0, end=1.0, samples=b"", silent=False)
 

@@ -205,7 +205,7 @@ def test_a_banner_that_cannot_be_printed_costs_nothing_but_itself(encoding: str,
     assert (0, 1) == (done.returncode, done.stderr.count("what is served cannot be printed"))
 
 
-@every_case("field", ["scores", "classes"])
+@every_case("field", ["scores", "classes", "audio"])
 def test_a_report(field: str) -> None:
     """What a model does that generates nothing is told with what that needs."""
     lines = render([ModelReport(name="m", adapter="a", tokenizer="t", **{field: "three"})]).splitlines()  # type: ignore[arg-type]

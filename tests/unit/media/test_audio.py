@@ -18,8 +18,10 @@ import pytest
 from tests.cases import every_case
 from tests.speech import RATE, SENTENCE, encoded, hear, muxed, speak, wav
 from triton_openai.errors import InvalidRequest
-from triton_openai.media.audio import Chunk, Pauses, Recording
+from triton_openai.media.audio import Recording
+from triton_openai.media.cutting import Chunk
 from triton_openai.media.encode import encoder
+from triton_openai.media.voice_activity import Pauses
 
 
 async def chunks_of(

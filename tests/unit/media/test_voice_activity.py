@@ -102,7 +102,7 @@ def test_speech_is_found_at_every_rate(rate: int) -> None:
     speech = say_vowels(VOWELS)
     samples = np.concatenate([pause, speech, pause, speech, pause])
     pauses = Pauses(padding=0.1, silence=0.3)
-    activity = VoiceActivity(rate, pauses)
+    activity = VoiceActivity(rate, pauses, detector=SileroDetector(rate))
     resampled = soxr.resample(samples, RATE, rate)
     events = []
     for start in range(0, len(resampled), 1000):
@@ -125,18 +125,23 @@ def test_what_is_no_speech(make) -> None:
     """A tone, noise and silence are none, however loud."""
     samples = make(3)
     detector = SileroDetector(RATE)
-    assert 0 == speech_seconds(samples, detector, 0.5)
+    assert 0 == speech_seconds(samples.tobytes(), detector, 0.5)
     # What was examined before is of no account.
-    assert 0.8 < speech_seconds(say_vowels(VOWELS), detector, 0.5) < 1.3
-    assert 0 == speech_seconds(samples, detector, 0.5)
-    activity = VoiceActivity(RATE, Pauses())
+    assert 0.8 < speech_seconds(say_vowels(VOWELS).tobytes(), detector, 0.5) < 1.3
+    assert 0 == speech_seconds(samples.tobytes(), detector, 0.5)
+    activity = VoiceActivity(RATE, Pauses(), detector=detector)
+    detector.reset()
     assert [] == activity.feed(samples) + activity.finish(len(samples))
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The level decides."""
+@pytest.mark.usefixtures("silero")
+def test_with_the_extra() -> None:
+    """Silero's network decides."""
     assert isinstance(detector_for(RATE), SileroDetector)
-    monkeypatch.setattr(voice_activity, "silero_available", lambda: False)
+
+
+def test_without_the_extra() -> None:
+    """The level decides."""
     detector = detector_for(RATE)
     assert isinstance(detector, LevelDetector)
     levels = [0.0, 0.001, 0.01, 0.1, 1.0]

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import every_case
 from tests.speech import WORDS, write_whisper_tokenizer
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.whisper import WhisperTokens
 
 END, FIRST = 50_257, 50_364
+NEVER, AGAIN = WORDS.index("never"), WORDS.index("again")
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +43,44 @@ def test_languages(tokens: WhisperTokens) -> None:
     assert ("de", None, None) == (tokens.language([50_261, 5]), tokens.language([5]), tokens.language([]))
 
 
-def test_answers(tokens: WhisperTokens) -> None:
-    """Text is what is no special token; times bound segments, and do not run backwards or beyond the audio."""
-    never, again = WORDS.index("never"), WORDS.index("again")
-    cases: Sequence[tuple[list[int], str, list[tuple[float, float, str]]]] = (
-        ([never, again, END, END, never], "never again", [(0, 5, "never again")]),
-        ([FIRST + 25, never, FIRST + 50, FIRST + 50, again, FIRST + 100], "never again",
+@every_case(
+    "ids, seconds, complete, segments",
+    [
+        ([NEVER, AGAIN, END, END, NEVER], 5, True, [(0, 5, "never again")]),
+        ([FIRST + 25, NEVER, FIRST + 50, FIRST + 50, AGAIN, FIRST + 100, END], 5, True,
          [(0.5, 1, "never"), (1, 2, "again")]),
-        ([FIRST, never, FIRST + 50, FIRST + 60, again, END], "never again", [(0, 1, "never"), (1.2, 5, "again")]),
-        ([FIRST + 1500, never, FIRST + 10, again], "never again", [(5, 5, "never"), (5, 5, "again")]),
-        ([50_259, 50_359, never, 50_362], "never", [(0, 5, "never")]),
-        ([], "", []),
-        ([END], "", []),
-    )  # fmt: skip
-    for ids, text, segments in cases:
-        found, parts = tokens.read(ids, 5.0)
-        assert (text, segments) == (found, [(round(one.start, 2), round(one.end, 2), one.text) for one in parts]), ids
+        # Two times at the end: speech goes on there.
+        ([FIRST + 25, NEVER, FIRST + 50, FIRST + 50, END], 1, True, [(0.5, 1, "never")]),
+        ([FIRST, NEVER, FIRST + 50, FIRST + 50, AGAIN, FIRST + 100, FIRST + 110, END], 2, True,
+         [(0, 1, "never"), (1, 2, "again")]),
+        # What has no time at its end is heard again, but only if it has not begun where the whole window does.
+        ([FIRST, NEVER, FIRST + 50, FIRST + 60, AGAIN, END], 1, True, [(0, 1, "never")]),
+        ([FIRST, NEVER, AGAIN, END], 5, True, [(0, 5, "never again")]),
+        ([FIRST, NEVER, FIRST + 50, AGAIN, END], 5, True, [(0, 1, "never"), (1, 5, "again")]),
+        # An answer without an end was cut.
+        ([FIRST, NEVER, FIRST + 50, FIRST + 50, AGAIN], 1, True, [(0, 1, "never")]),
+        ([FIRST, NEVER, FIRST + 50], 1, True, [(0, 1, "never")]),
+        ([FIRST, NEVER, AGAIN], 5, False, [(0, 5, "never again")]),
+        ([NEVER, AGAIN], 5, False, [(0, 5, "never again")]),
+        # Times do not run backwards or beyond the audio, and none is at the beginning twice.
+        ([FIRST + 1500, NEVER, FIRST + 10, AGAIN, END], 5, True, [(5, 5, "never"), (5, 5, "again")]),
+        ([FIRST, NEVER, FIRST, FIRST, AGAIN, END], 5, True, [(0, 0, "never"), (0, 5, "again")]),
+        ([50_259, 50_359, NEVER, 50_362, END], 5, True, [(0, 5, "never")]),
+        ([FIRST, END], 5, True, []),
+        ([FIRST], 5, False, []),
+        ([], 5, True, []),
+        ([END], 5, True, []),
+    ],
+)  # fmt: skip
+def test_answers(
+    tokens: WhisperTokens, ids: list[int], seconds: float, complete: bool, segments: Sequence[tuple[float, float, str]]
+) -> None:
+    """Times bound segments, and say up to where the audio was heard."""
+    hearing = tokens.read(ids, 5.0)
+    found = [(round(segment.start, 2), round(segment.end, 2), segment.text) for segment in hearing.segments]
+    assert segments == found
+    assert " ".join(text for _, _, text in segments) == hearing.text
+    assert (seconds, complete) == (hearing.seconds, hearing.complete)
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:

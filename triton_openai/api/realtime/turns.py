@@ -18,7 +18,8 @@ import msgspec
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.live_transcription import LiveTranscription, do_nothing
-from triton_openai.answer.transcription import Transcription, TranscriptionOptions
+from triton_openai.answer.recognition import TranscriptionOptions
+from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import ModelRequest, new_id
 from triton_openai.api.realtime.events import TranscriptionSettings
 from triton_openai.api.service import RequestContext, media_reservation

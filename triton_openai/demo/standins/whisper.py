@@ -52,7 +52,12 @@ class TritonPythonModel:
             language = self._model.detect_language(features)[0][0][0]
             ids = [self._tokenizer.token_to_id(token) for token in (language, "<|transcribe|>", "<|notimestamps|>")]
         results = self._model.generate(features, [[*prompt, *ids]], beam_size=5, max_length=_MAX_IDS)
-        ids += [*results[0].sequences_ids[0], _END]
+        answer = results[0].sequences_ids[0]
+        ids += answer
+        # As of sherpa's engine, an answer that was cut has no end. This library cuts it where half of the decoder's
+        # context is used up, or all of it together with the prompt.
+        if len(answer) < min(_MAX_IDS // 2, _MAX_IDS - len(prompt)):
+            ids.append(_END)
         return pb.InferenceResponse([pb.Tensor("OUTPUT_IDS", np.array([[*prompt, *ids]], np.int32))])
 
     def _features(self, samples: Any) -> Any:
