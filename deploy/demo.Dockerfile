@@ -10,6 +10,10 @@ FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="triton-openai-demo" \
       org.opencontainers.image.description="The OpenAI API in front of NVIDIA Triton Inference Server, with a small model to try it" \
       org.opencontainers.image.licenses="Apache-2.0"
+# The library of OpenMP, which llama.cpp needs.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY triton_openai triton_openai

@@ -39,12 +39,12 @@ def notes(version: str) -> str:
 
 def problems(version: str) -> list[str]:
     """Return why *version* cannot be released."""
-    found = [f"{file} says {own}, and the tag {version}." for file, own in versions().items() if own != version]
+    wrong = [f"{file} says {own}, and the tag {version}." for file, own in versions().items() if own != version]
     try:
         notes(version)
     except ValueError as error:
-        found.append(str(error))
-    return found
+        wrong.append(str(error))
+    return wrong
 
 
 def main(arguments: list[str]) -> int:

@@ -161,7 +161,8 @@ class Image:
         packages = folder / self.packages.relative_to(self.prefix)
         for name in needed("triton-openai", self.packages):
             for file in distribution(name, self.packages).files or ():
-                if ".." not in file.parts:
+                # The image has no tests of packages.
+                if ".." not in file.parts and "tests" not in file.parts:
                     (packages / file).parent.mkdir(parents=True, exist_ok=True)
                     os.link(self.packages / file, packages / file)
         return folder / "bin" / "python"
