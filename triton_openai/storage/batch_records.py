@@ -103,7 +103,10 @@ class Batch(msgspec.Struct, kw_only=True):
     #: Lines that succeeded although a process or a Triton had ended while they ran alone.
     exonerated: int = 0
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
+    #: Counts the claims of the batch.
     generation: int = 0
+    #: The number of its last part.
+    parts: int = 0
 
     @property
     def open(self) -> bool:
@@ -148,8 +151,19 @@ def next_group(size: int) -> int:
     return max(1, size // _GROUP_DIVISOR)
 
 
+class Part(NamedTuple):
+    """
+    A part of a batch: lines that one process has claimed, and a file with their results.
+
+    A process has one part of a batch at a time. A number is never used again.
+    """
+
+    batch: str
+    number: int
+
+
 class Done(NamedTuple):
-    """A line that has ended: the bytes of its result in the part of the generation that ran it, and its usage."""
+    """A line that has ended: the bytes of its result in the file of its part, and its usage."""
 
     number: int
     state: int
@@ -165,11 +179,10 @@ class Result(NamedTuple):
 
     number: int
     state: int
-    #: The generation of the batch that wrote the part.
     part: int
     offset: int
     length: int
 
 
 class LeaseLost(Exception):
-    """Another process has claimed the batch, or the batch has ended."""
+    """Another process has claimed the batch or the lines of the part, or the batch has ended."""

@@ -1,0 +1,154 @@
+"""
+Claims of lines: this process claims a chunk of lines when it can run more of them than it has.
+
+Other processes claim lines of the same batches at the same time. So a chunk is as large as the lines that may run here,
+and no larger: what one process has claimed, no other process can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from triton_openai.batches.away_models import AwayModels
+from triton_openai.batches.claims import Claims
+from triton_openai.batches.file_folder import Files
+from triton_openai.batches.host import Host
+from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.line_limits import ModelLimits, is_open
+from triton_openai.batches.part_runner import PartRunner
+from triton_openai.batches.running_batch import Phase, RunningBatch
+from triton_openai.batches.slots import Slots
+from triton_openai.storage.batch_records import Batch, LeaseLost
+
+# The smallest chunk, and the chunk for a model of which no line has run.
+_MIN_CHUNK = 4
+_FIRST_CHUNK = 16
+
+
+class LineClaims:
+    """Claims lines of the batches that are open, for the process *holder*; *batches* are the parts that it has."""
+
+    def __init__(
+        self,
+        files: Files,
+        host: Host,
+        holder: str,
+        batches: dict[str, RunningBatch],
+        claims: Claims,
+        parts: PartRunner,
+        away: AwayModels,
+        limits: ModelLimits,
+        keys: KeyLimits,
+        slots: Slots,
+    ) -> None:
+        self._files = files
+        self._lines = files.store.lines
+        self._host = host
+        self._holder = holder
+        self._batches = batches
+        self._claims = claims
+        self._parts = parts
+        self._away = away
+        self._limits = limits
+        self._keys = keys
+        self._slots = slots
+        # Batches of which no lines waited, with the models that were left out.
+        self._exhausted: dict[str, Collection[str]] = {}
+
+    def reset(self) -> None:
+        """Look at all batches again: something has changed."""
+        self._exhausted.clear()
+
+    async def refill(self) -> None:
+        """Claim lines of the batches that come next, where this process could run more than it has."""
+        settings = self._host.settings
+        if self._host.stopping or settings.paused or not is_open(settings.hours):
+            return
+        by_owner: dict[str, list[Batch]] = {}
+        for batch in self._claims.open:
+            if batch.status == "in_progress" and not batch.problems and not self._keys.must_wait(batch.owner):
+                by_owner.setdefault(batch.owner, []).append(batch)
+        for batches in by_owner.values():
+            await self._refill_owner(batches, len(by_owner))
+        await self._slots.update(self._targets())
+
+    def _targets(self) -> Collection[str]:
+        """Return the Triton models for which lines of this process wait or run."""
+        targets = {target for target in self._limits.targets if self._limits.running_for(target)}
+        for running in self._batches.values():
+            targets.update(target for model in running.models() if (target := self._host.target(model)) is not None)
+        return targets
+
+    async def _refill_owner(self, batches: Sequence[Batch], owners: int) -> None:
+        """Claim lines of the oldest of *batches*, all of one of so many *owners*, that has any."""
+        for batch in batches:
+            running = self._batches.get(batch.id)
+            if running is not None and running.starting is not None:
+                return
+            if running is not None and (running.phase is not Phase.RUNNING or running.backlogged):
+                continue
+            chunk = max(_MIN_CHUNK, self._chunk(batch) // owners)
+            blocked = self._blocked(running, chunk)
+            if running is not None and running.ready(blocked) > chunk // 2:
+                return
+            if running is not None and batch.model in blocked:
+                if batch.model not in self._away:
+                    return
+                continue
+            if self._exhausted.get(batch.id) == blocked:
+                continue
+            if await self._claim(batch, running, chunk, blocked):
+                return
+            self._exhausted[batch.id] = blocked
+
+    def _chunk(self, batch: Batch) -> int:
+        """Return how many lines of *batch* may run here."""
+        targets = set(self._limits.targets)
+        if batch.model is not None:
+            target = self._host.target(batch.model)
+            targets &= {target or ""}
+        return max([_FIRST_CHUNK, *(self._limits.allowed_for(target) for target in targets)])
+
+    def _blocked(self, running: RunningBatch | None, chunk: int) -> Collection[str]:
+        """Return the models for which no lines are claimed: those that are away, and those with enough lines here."""
+        blocked = set(self._away)
+        if running is not None:
+            blocked |= {
+                model
+                for model, lines in running.waiting.items()
+                if len(lines) > chunk // 2 and not self._limits.has_room(model)
+            }
+        return frozenset(blocked)
+
+    async def _claim(self, batch: Batch, running: RunningBatch | None, chunk: int, without: Collection[str]) -> bool:
+        """Claim lines of *batch*; return whether there were any."""
+        if running is None:
+            return await self._join(batch, chunk, without)
+        try:
+            lines = await self._lines.claim(running.part, chunk, without)
+        except LeaseLost:
+            running.lose()
+            return False
+        running.more = len(lines) >= chunk
+        running.add_waiting(lines)
+        return bool(lines)
+
+    async def _join(self, batch: Batch, chunk: int, without: Collection[str]) -> bool:
+        """Claim lines of *batch*, of which this process has no part."""
+        await self._claims.lock()
+        lease = self._host.settings.lease
+        joined = await self._lines.join(batch.id, self._holder, lease, chunk, without)
+        if joined is None and without:
+            # A few lines, so that the batch is among those that wait for the model: its key may ask for it.
+            joined = await self._lines.join(batch.id, self._holder, lease, _MIN_CHUNK)
+        if joined is None:
+            return False
+        current, part, lines = joined
+        if batch.id in self._batches:
+            # Added while this one waited.
+            await self._files.store.leases.release_part(part)
+            return False
+        running = self._parts.add(current, part)
+        running.more = len(lines) >= chunk
+        running.add_waiting(lines)
+        return True
