@@ -2,8 +2,8 @@
 Changes of the tables that processes of one machine wait for.
 
 One process of the machine, the poller, looks at the tables from time to time, or is notified by PostgreSQL. It
-announces a change to the others by a file, whose time they look at. A process that changes the tables announces that,
-too.
+announces a change to the others by a file, whose time they look at; it locks the same file. A process that changes the
+tables announces that, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Changes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder / "changes"
+        self._path = folder / "poller.lock"
         self._seen = 0
         # The descriptor of the lock that the poller has; -1 in other processes.
         self._lock = -1
@@ -60,7 +60,7 @@ class Changes:
 
     def _try_lock(self) -> int:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / "poller", os.O_CREAT | os.O_RDWR, 0o600)
+        descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -3,8 +3,8 @@ Files in a folder: written as they arrive, and in the tables once they are on th
 
 The names of the files are ids that this service made; the clients' names are data. The folder also has the inputs of
 Anthropic's batches (``ID.requests``), the results of parts of batches (``ID-PART.part``), incomplete files
-(``ID.new``), a lock of each process that runs batches (``HOLDER.lock``), and the files by which processes announce
-changes (``changes``, ``poller``).
+(``ID.new``), a lock of each process that runs batches (``HOLDER.lock``), and the file by which processes announce
+changes (``poller.lock``).
 """
 
 from __future__ import annotations

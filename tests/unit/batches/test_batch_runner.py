@@ -281,9 +281,7 @@ class Process:
         names = {path.name for path in self.files.folder.iterdir()}
         if isinstance(self.files, BucketFiles):
             names |= {one["path"].removeprefix("files/") for page in obstore.list(self.files.bucket) for one in page}
-        return {
-            name for name in names if not (name.endswith((".lock", "changes", "poller")) or name.startswith("shared-"))
-        }
+        return {name for name in names if not (name.endswith(".lock") or name.startswith("shared-"))}
 
     def results(self, batch: Batch) -> dict[str, list[Any]]:
         """Return what is in the files of *batch* by id: the status, or the code of a line that never ran."""
@@ -486,7 +484,7 @@ def test_a_folder_that_replicas_share(store: str) -> None:
     settings = Settings(
         files=FilesSettings(store=store), batches=BatchesSettings(store="postgresql://nobody@127.0.0.1:1/none")
     )
-    with pytest.raises(errors.ConfigurationError, match=r"--files-store: .* bucket .* s3://BUCKET.* not supported"):
+    with pytest.raises(errors.ConfigurationError, match=r"--files-store: .* bucket.* s3://BUCKET.* not supported"):
         create_app(settings)
 
 
