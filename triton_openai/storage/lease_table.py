@@ -15,6 +15,7 @@ from typing import NamedTuple
 from triton_openai.storage.batch_records import Batch, Part, next_group
 from triton_openai.storage.batch_tables import (
     BATCH_COLUMNS,
+    CLAIMED_HERE,
     NOTIFY,
     Tables,
     batch_of_row,
@@ -22,9 +23,6 @@ from triton_openai.storage.batch_tables import (
 )
 from triton_openai.storage.sql import Steps, operation
 
-# The end of the lease in the table of batches, once a process of this release has claimed the batch. Processes of
-# earlier releases, which use that lease, do not claim the batch any more; theirs are waited for.
-_CLAIMED_HERE = 1e18
 # Parts of processes that have ended whose lines are put back in one transaction.
 _MAX_ENDED = 16
 
@@ -55,7 +53,7 @@ class LeaseTable(Tables):
             " AND (b.until < CLOCK() OR b.until = $2) AND COALESCE(l.until, 0) < CLOCK()"
             " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
             " FOR UPDATE OF b SKIP LOCKED",
-            *(json.dumps([*full]), _CLAIMED_HERE),
+            *(json.dumps([*full]), CLAIMED_HERE),
         )
         if not rows:
             return None
@@ -71,10 +69,10 @@ class LeaseTable(Tables):
         claimed = yield (
             f"UPDATE batch SET holder = '', until = $2, generation = generation + 1 WHERE id = $1"
             f" RETURNING {BATCH_COLUMNS}",
-            *(batch_id, _CLAIMED_HERE),
+            *(batch_id, CLAIMED_HERE),
         )
         batch = batch_of_row(claimed[0])
-        if until != _CLAIMED_HERE:
+        if until != CLAIMED_HERE:
             yield from _put_back(batch_id, "")
             yield (
                 "UPDATE batch SET parts = generation WHERE id = $1 AND parts < generation",
@@ -95,7 +93,7 @@ class LeaseTable(Tables):
         rows = yield (
             "SELECT holder FROM lease WHERE until >= CLOCK() UNION"
             " SELECT holder FROM batch WHERE open = 1 AND until >= CLOCK() AND until < $1",
-            _CLAIMED_HERE,
+            CLAIMED_HERE,
         )
         return {row[0] for row in rows}
 
@@ -109,7 +107,7 @@ class LeaseTable(Tables):
     def expire_leases(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, whose process has ended."""
         yield "UPDATE lease SET until = 0 WHERE holder = $1", holder
-        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1 AND until < $2", holder, _CLAIMED_HERE
+        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1 AND until < $2", holder, CLAIMED_HERE
         yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
         yield "DELETE FROM slot WHERE holder = $1", holder
         yield (NOTIFY,)

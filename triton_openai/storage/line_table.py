@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, LeaseLost, Line, Part, Result
 from triton_openai.storage.batch_tables import (
     BATCH_COLUMNS,
+    CLAIMED_HERE,
     NOTIFY,
     Tables,
     batch_of_row,
@@ -56,7 +57,10 @@ class LineTable(Tables):
 
         Returns ``None`` if no lines wait, or if none may run.
         """
-        rows = yield f"SELECT {BATCH_COLUMNS} FROM batch WHERE id = $1 AND open = 1 FOR UPDATE", batch_id
+        rows = yield (
+            f"SELECT {BATCH_COLUMNS} FROM batch WHERE id = $1 AND open = 1 AND until = $2 FOR UPDATE",
+            *(batch_id, CLAIMED_HERE),
+        )
         if not rows:
             return None
         batch = batch_of_row(rows[0])
