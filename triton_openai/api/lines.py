@@ -8,6 +8,7 @@ runner starts it when there is room, and tries again if there is none any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -61,6 +62,12 @@ class LineHost:
 
     def tritons(self, target: str) -> int:
         return self._service.fleet.leasing.tritons(target)
+
+    def slots_of(self, target: str) -> str:
+        members = self._service.fleet.members.values()
+        urls = sorted(url for member in members for url in member.settings.url)
+        digest = blake2b("\n".join(urls).encode(), digest_size=8).hexdigest()
+        return f"{target} {digest}"
 
     def endpoints(self, target: str) -> Sequence[str]:
         leasing = self._service.fleet.leasing

@@ -147,6 +147,8 @@ class BatchLifecycle:
         if reader.problems:
             life.problems = reader.problems
             return
+        if reader.total >= _CHUNK:
+            await self._store.lines.analyze()
         part = await self._claim_rejected(batch, reader)
 
         def begin(batch: Batch) -> None:

@@ -90,7 +90,7 @@ class BatchRunner:
         self._parts = PartRunner(files, host, self._batches, results, wake, self.wake)
         lifecycle = BatchLifecycle(files, host, holder, results, self._series, self._parts.add, self.wake)
         self._claims = Claims(files, host, holder, self._batches, lifecycle.run)
-        slots = Slots(self._store.slots, holder, self._limits)
+        slots = Slots(self._store.slots, host, holder, self._limits)
         self._line_claims = LineClaims(
             files, host, holder, self._batches, self._claims, self._parts, self._away, self._limits, keys, slots
         )

@@ -45,6 +45,9 @@ class Host(Protocol):
     def tritons(self, target: str) -> int:
         """Return how many Tritons have a Triton model."""
 
+    def slots_of(self, target: str) -> str:
+        """Return the name under which all processes with the same Tritons share the slots of a Triton model."""
+
     def endpoints(self, target: str) -> Sequence[str]:
         """Return the names of the Tritons to which :meth:`answer` can send lines for a Triton model; none for one."""
 

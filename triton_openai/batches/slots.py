@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from triton_openai.batches import timing
+from triton_openai.batches.host import Host
 from triton_openai.batches.line_limits import ModelLimits
 from triton_openai.storage.slot_table import SlotTable
 
@@ -21,7 +22,8 @@ _HURRY = 10
 class Slots:
     """Takes slots for the process *holder*, and sets those of *limits*."""
 
-    def __init__(self, table: SlotTable, holder: str, limits: ModelLimits) -> None:
+    def __init__(self, table: SlotTable, host: Host, holder: str, limits: ModelLimits) -> None:
+        self._host = host
         self._table = table
         self._holder = holder
         self._limits = limits
@@ -37,7 +39,7 @@ class Slots:
                 self._looked_at[target] = now
                 total = self._limits.total(target)
                 self._taken[target] = await self._table.take(
-                    target,
+                    self._host.slots_of(target),
                     self._holder,
                     _SECONDS,
                     wanted=min(total, _AHEAD * self._limits.allowed_for(target)),
@@ -45,7 +47,7 @@ class Slots:
                     total=total,
                 )
         for target in self._taken.keys() - wanted:
-            await self._table.leave(self._holder, target)
+            await self._table.leave(self._holder, self._host.slots_of(target))
             del self._taken[target]
             del self._looked_at[target]
         self._limits.slots = self._taken

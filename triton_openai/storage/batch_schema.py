@@ -43,6 +43,9 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "ALTER TABLE batch ADD COLUMN parts BIGINT NOT NULL DEFAULT 0",
         "UPDATE batch SET parts = generation",
         "CREATE INDEX batch_open_owner ON batch (owner) WHERE open = 1",
+        # An order that no other index has: over the primary key, the database would read all lines that have ended.
+        "DROP INDEX line_waiting",
+        "CREATE INDEX line_waiting ON line (batch, (number + 0)) WHERE state = 0",
         "CREATE INDEX line_quarantined ON line (batch, number) WHERE state = 0 AND max_group > 0",
         # How many lines for a model each process runs, and how many it could run.
         "CREATE TABLE slot (model TEXT NOT NULL, holder TEXT NOT NULL, wanted INTEGER NOT NULL, taken INTEGER NOT NULL,"

@@ -42,6 +42,11 @@ class LineTable(Tables):
             [(batch.id, line.number, line.offset, line.length, line.model, line.prefix) for line in lines],
         )
 
+    @operation(write=True, long=True)
+    def analyze(self) -> Steps[None]:
+        """Have PostgreSQL look at the lines that were added: what it knows of the table decides how it claims lines."""
+        yield ("ANALYZE line",)
+
     @operation(write=True)
     def open_part(self, batch: Batch, holder: str, seconds: float) -> Steps[Part]:
         """Give *holder* a part of *batch*, whose lease it has, for *seconds*."""
@@ -182,7 +187,7 @@ def _select_waiting(batch_id: str, limit: int, without: Collection[str]) -> Step
     for condition in ("max_group = 0", "max_group > 0"):
         rows = yield (
             f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND state = 0 AND {condition}"
-            " AND model NOT IN EACH($2) ORDER BY number LIMIT $3 FOR UPDATE SKIP LOCKED",
+            " AND model NOT IN EACH($2) ORDER BY number + 0 LIMIT $3 FOR UPDATE SKIP LOCKED",
             *(batch_id, json.dumps([*without]), limit),
         )
         lines += [Line(*row) for row in rows]

@@ -30,7 +30,8 @@ _DIALECT = (
     (r"CLOCK\(\)", "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"),
     (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
     (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
-    (r"NUMBERS\((.*?)\)", r"(SELECT CAST(json_array_elements_text(CAST(\1 AS json)) AS INTEGER))"),
+    # An array: for a subquery, PostgreSQL may read the whole table.
+    (r"IN NUMBERS\((.*?)\)", r"= ANY(ARRAY(SELECT CAST(json_array_elements_text(CAST(\1 AS json)) AS INTEGER)))"),
 )
 
 

@@ -32,11 +32,11 @@ _DIALECT = (
         r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
     ),
     (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
-    (r"NUMBERS\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
+    (r"IN NUMBERS\((.*?)\)", r"IN (SELECT value FROM json_each(\1))"),
     # A transaction that writes has the whole file.
     (r" FOR UPDATE( OF \w+)?( SKIP LOCKED)?$", ""),
-    # Processes of one machine notify each other by a file.
-    (r"^NOTIFY .*", "SELECT 1"),
+    # Processes of one machine notify each other by a file. An analysis would read the whole file.
+    (r"^(NOTIFY|ANALYZE) .*", "SELECT 1"),
     (r"\$(\d)", r"?\1"),
 )
 

@@ -105,6 +105,9 @@ class Host:
     def tritons(self, target: str) -> int:
         return max(1, len(self.endpoints(target)))
 
+    def slots_of(self, target: str) -> str:
+        return target
+
     def endpoints(self, target: str) -> Sequence[str]:
         return ()
 
