@@ -90,9 +90,9 @@ class BatchRunner:
         self._parts = PartRunner(files, host, self._batches, results, wake, self.wake)
         lifecycle = BatchLifecycle(files, host, holder, results, self._series, self._parts.add, self.wake)
         self._claims = Claims(files, host, holder, self._batches, lifecycle.run)
-        slots = Slots(self._store.slots, host, holder, self._limits)
+        self._slots = Slots(self._store.slots, host, holder, self._batches, self._limits)
         self._line_claims = LineClaims(
-            files, host, holder, self._batches, self._claims, self._parts, self._away, self._limits, keys, slots
+            files, host, holder, self._batches, self._claims, self._parts, self._away, self._limits, keys
         )
 
     def wake(self) -> None:
@@ -137,9 +137,11 @@ class BatchRunner:
             # In a task, so that leases are renewed meanwhile, however many files there are.
             self._sweeping = asyncio.create_task(self._sweep())
         self._trouble.look()
-        await self._line_claims.refill()
+        await self._slots.update()
         for batch_id, picked in (await self._schedule.pick()).items():
             self._lines.start(self._batches[batch_id], picked)
+        if await self._line_claims.refill():
+            self._woken.set()
 
     async def _watch(self, now: float) -> None:
         """Announce what this process has changed, and look for what others of this machine have."""

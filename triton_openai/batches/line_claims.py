@@ -17,7 +17,6 @@ from triton_openai.batches.key_limits import KeyLimits
 from triton_openai.batches.line_limits import ModelLimits, is_open
 from triton_openai.batches.part_runner import PartRunner
 from triton_openai.batches.running_batch import Phase, RunningBatch
-from triton_openai.batches.slots import Slots
 from triton_openai.storage.batch_records import Batch, LeaseLost
 
 # The smallest chunk, and the chunk for a model of which no line has run.
@@ -39,7 +38,6 @@ class LineClaims:
         away: AwayModels,
         limits: ModelLimits,
         keys: KeyLimits,
-        slots: Slots,
     ) -> None:
         self._files = files
         self._lines = files.store.lines
@@ -51,7 +49,6 @@ class LineClaims:
         self._away = away
         self._limits = limits
         self._keys = keys
-        self._slots = slots
         # Batches of which no lines waited, with the models that were left out.
         self._exhausted: dict[str, Collection[str]] = {}
 
@@ -59,47 +56,50 @@ class LineClaims:
         """Look at all batches again: something has changed."""
         self._exhausted.clear()
 
-    async def refill(self) -> None:
-        """Claim lines of the batches that come next, where this process could run more than it has."""
+    async def refill(self) -> bool:
+        """
+        Claim lines of the batches that come next, where this process could run more than it has.
+
+        Returns whether it has claimed any.
+        """
         settings = self._host.settings
         if self._host.stopping or settings.paused or not is_open(settings.hours):
-            return
+            return False
         by_owner: dict[str, list[Batch]] = {}
         for batch in self._claims.open:
             if batch.status == "in_progress" and not batch.problems and not self._keys.must_wait(batch.owner):
                 by_owner.setdefault(batch.owner, []).append(batch)
+        claimed = False
         for batches in by_owner.values():
-            await self._refill_owner(batches, len(by_owner))
-        await self._slots.update(self._targets())
+            claimed |= await self._refill_owner(batches, len(by_owner))
+        return claimed
 
-    def _targets(self) -> Collection[str]:
-        """Return the Triton models for which lines of this process wait or run."""
-        targets = {target for target in self._limits.targets if self._limits.running_for(target)}
-        for running in self._batches.values():
-            targets.update(target for model in running.models() if (target := self._host.target(model)) is not None)
-        return targets
+    async def _refill_owner(self, batches: Sequence[Batch], owners: int) -> bool:
+        """
+        Claim lines of the oldest of *batches* that has any; all are those of one of so many *owners*.
 
-    async def _refill_owner(self, batches: Sequence[Batch], owners: int) -> None:
-        """Claim lines of the oldest of *batches*, all of one of so many *owners*, that has any."""
+        Returns whether it has claimed any.
+        """
         for batch in batches:
             running = self._batches.get(batch.id)
             if running is not None and running.starting is not None:
-                return
+                return False
             if running is not None and (running.phase is not Phase.RUNNING or running.backlogged):
                 continue
             chunk = max(_MIN_CHUNK, self._chunk(batch) // owners)
             blocked = self._blocked(running, chunk)
             if running is not None and running.ready(blocked) > chunk // 2:
-                return
+                return False
             if running is not None and batch.model in blocked:
                 if batch.model not in self._away:
-                    return
+                    return False
                 continue
             if self._exhausted.get(batch.id) == blocked:
                 continue
             if await self._claim(batch, running, chunk, blocked):
-                return
+                return True
             self._exhausted[batch.id] = blocked
+        return False
 
     def _chunk(self, batch: Batch) -> int:
         """Return how many lines of *batch* may run here."""

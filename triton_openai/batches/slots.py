@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 from triton_openai.batches import timing
 from triton_openai.batches.host import Host
 from triton_openai.batches.line_limits import ModelLimits
+from triton_openai.batches.running_batch import RunningBatch
 from triton_openai.storage.slot_table import SlotTable
 
 # Slots of a process that does not renew them are free after so many seconds.
@@ -20,9 +21,12 @@ _HURRY = 10
 
 
 class Slots:
-    """Takes slots for the process *holder*, and sets those of *limits*."""
+    """Takes slots for the process *holder* with the parts *batches*, and sets those of *limits*."""
 
-    def __init__(self, table: SlotTable, host: Host, holder: str, limits: ModelLimits) -> None:
+    def __init__(
+        self, table: SlotTable, host: Host, holder: str, batches: Mapping[str, RunningBatch], limits: ModelLimits
+    ) -> None:
+        self._batches = batches
         self._host = host
         self._table = table
         self._holder = holder
@@ -30,10 +34,10 @@ class Slots:
         self._taken: dict[str, int] = {}
         self._looked_at: dict[str, float] = {}
 
-    async def update(self, targets: Iterable[str]) -> None:
-        """Take slots for the Triton models *targets*, for which lines wait or run; give back all others."""
+    async def update(self) -> None:
+        """Take slots for the Triton models for which lines wait or run here; give back all others."""
         now = time.monotonic()
-        wanted = set(targets)
+        wanted = self._targets()
         for target in wanted:
             if now >= self._looked_at.get(target, -math.inf) + self._pause(target):
                 self._looked_at[target] = now
@@ -51,6 +55,13 @@ class Slots:
             del self._taken[target]
             del self._looked_at[target]
         self._limits.slots = self._taken
+
+    def _targets(self) -> Collection[str]:
+        """Return the Triton models for which lines of this process wait or run."""
+        targets = {target for target in self._limits.targets if self._limits.running_for(target)}
+        for running in self._batches.values():
+            targets.update(target for model in running.models() if (target := self._host.target(model)) is not None)
+        return targets
 
     def _pause(self, target: str) -> float:
         """Return the seconds between two looks at a model, which are fewer while all slots are used."""

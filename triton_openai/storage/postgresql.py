@@ -229,14 +229,19 @@ class PostgresDatabase:
 
         try:
             connection = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
-            await connection.add_listener(channel, call)
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    await connection.add_listener(channel, call)
+            except BaseException:
+                connection.terminate()
+                raise
         except TimeoutError as error:
             raise OSError(errno.ETIMEDOUT, "PostgreSQL does not answer") from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+        self._listening = connection
         # What happened before the connection was there is unknown.
         notify()
-        self._listening = connection
         return True
 
     async def close(self) -> None:
