@@ -92,7 +92,16 @@ class BatchRunner:
         self._claims = Claims(files, host, holder, self._batches, lifecycle.run)
         self._slots = Slots(self._store.slots, host, holder, self._batches, self._limits)
         self._line_claims = LineClaims(
-            files, host, holder, self._batches, self._claims, self._parts, self._away, self._limits, keys
+            files,
+            host,
+            holder,
+            self._batches,
+            self._claims,
+            self._parts,
+            self._away,
+            self._limits,
+            keys,
+            self.wake,
         )
 
     def wake(self) -> None:

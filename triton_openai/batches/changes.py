@@ -47,15 +47,12 @@ class Changes:
 
     def look(self) -> Look:
         """Look at the file, and become the poller if there is none. Raises :class:`OSError`."""
-        try:
-            status = self._path.stat()
-            found = hash((status.st_mtime_ns, status.st_size, status.st_ino))
-        except FileNotFoundError:
-            found = 0
-        changed = found != self._seen
-        self._seen = found
         if self._lock < 0:
             self._lock = self._try_lock()
+        status = self._path.stat()
+        found = hash((status.st_mtime_ns, status.st_size, status.st_ino))
+        changed = found != self._seen
+        self._seen = found
         return Look(changed, self._lock >= 0)
 
     def _try_lock(self) -> int:

@@ -7,8 +7,10 @@ and no larger: what one process has claimed, no other process can run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
+from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.claims import Claims
 from triton_openai.batches.file_folder import Files
@@ -25,7 +27,11 @@ _FIRST_CHUNK = 16
 
 
 class LineClaims:
-    """Claims lines of the batches that are open, for the process *holder*; *batches* are the parts that it has."""
+    """
+    Claims lines of the batches that are open, for the process *holder*; *batches* are the parts that it has.
+
+    *announce* is called when other processes can claim lines.
+    """
 
     def __init__(
         self,
@@ -38,7 +44,9 @@ class LineClaims:
         away: AwayModels,
         limits: ModelLimits,
         keys: KeyLimits,
+        announce: Callable[[], None],
     ) -> None:
+        self._announce = announce
         self._files = files
         self._lines = files.store.lines
         self._host = host
@@ -51,6 +59,8 @@ class LineClaims:
         self._keys = keys
         # Batches of which no lines waited, with the models that were left out.
         self._exhausted: dict[str, Collection[str]] = {}
+        # Models of which lines were given back, because live requests left no room for any.
+        self._crowded: set[str] = set()
 
     def reset(self) -> None:
         """Look at all batches again: something has changed."""
@@ -65,6 +75,8 @@ class LineClaims:
         settings = self._host.settings
         if self._host.stopping or settings.paused or not is_open(settings.hours):
             return False
+        for running in list(self._batches.values()):
+            await self._give_back(running)
         by_owner: dict[str, list[Batch]] = {}
         for batch in self._claims.open:
             if batch.status == "in_progress" and not batch.problems and not self._keys.must_wait(batch.owner):
@@ -101,6 +113,24 @@ class LineClaims:
             self._exhausted[batch.id] = blocked
         return False
 
+    async def _give_back(self, running: RunningBatch) -> None:
+        """Give lines back that could not start for a while: another process may have room for them."""
+        if running.active or not running.waiting or time.monotonic() - running.moved_at < timing.GIVE_BACK:
+            return
+        crowded = [model for model in running.waiting if model not in self._away and not self._limits.has_room(model)]
+        numbers = [line.number for model in crowded for line in running.waiting[model]]
+        if not numbers:
+            return
+        try:
+            await self._lines.give_back(running.part, numbers)
+        except LeaseLost:
+            running.lose()
+            return
+        for model in crowded:
+            del running.waiting[model]
+        self._crowded.update(crowded)
+        self._announce()
+
     def _chunk(self, batch: Batch) -> int:
         """Return how many lines of *batch* may run here."""
         targets = set(self._limits.targets)
@@ -111,7 +141,8 @@ class LineClaims:
 
     def _blocked(self, running: RunningBatch | None, chunk: int) -> Collection[str]:
         """Return the models for which no lines are claimed: those that are away, and those with enough lines here."""
-        blocked = set(self._away)
+        self._crowded = {model for model in self._crowded if not self._limits.is_roomy(model)}
+        blocked = {*self._away, *self._crowded}
         if running is not None:
             blocked |= {
                 model
@@ -138,6 +169,8 @@ class LineClaims:
         await self._claims.lock()
         lease = self._host.settings.lease
         joined = await self._lines.join(batch.id, self._holder, lease, chunk, without)
+        if joined is None and not self._crowded.isdisjoint(without):
+            return False
         if joined is None and without:
             # A few lines, so that the batch is among those that wait for the model: its key may ask for it.
             joined = await self._lines.join(batch.id, self._holder, lease, _MIN_CHUNK)

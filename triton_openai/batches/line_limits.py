@@ -161,6 +161,11 @@ class ModelLimits:
         target = self._host.target(model)
         return target is not None and self._with_room(target) is not None
 
+    def is_roomy(self, model: str) -> bool:
+        """Return whether live requests leave room for a line for *model*, whatever other processes run."""
+        target = self._host.target(model)
+        return target is not None and self._host.has_room(target, self.running_for(target))
+
     def take(self, model: str) -> Limit | None:
         """Count a line for *model* in, and return its limit; ``None`` if there is no room for it."""
         target = self._host.target(model)

@@ -57,6 +57,7 @@ class LineRunner:
 
         A task starts them: when the disk of one batch is slow, or hangs, other batches do not wait for it.
         """
+        running.moved_at = time.monotonic()
         running.starting = asyncio.create_task(self._start(running, picked))
         running.starting.add_done_callback(partial(self._end_start, running))
 

@@ -68,6 +68,8 @@ class RunningBatch:
         #: The task that starts lines, and those of the lines that run.
         self.starting: asyncio.Task[None] | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
+        #: When lines were claimed or started last.
+        self.moved_at = time.monotonic()
         #: When lines may start, after a failure of the database.
         self.start_time = 0.0
         #: Results that are not written yet, whose offsets are not known.
@@ -147,6 +149,7 @@ class RunningBatch:
     def add_waiting(self, lines: Sequence[Line]) -> None:
         """Add lines that were claimed. Lines that begin alike come together."""
         self.unloaded += lines
+        self.moved_at = time.monotonic()
         first: dict[int, int] = {}
         for line in lines:
             first.setdefault(line.prefix, line.number)

@@ -8,6 +8,8 @@ POLL = 1.0
 NOTIFIED_POLL = 5.0
 #: Between two looks at the file of changes.
 WATCH = 0.2
+#: After which lines that cannot start here are given back, so that other processes run them.
+GIVE_BACK = 5.0
 #: Between two looks at the slots of a model.
 SLOTS = 1.0
 #: Before what failed because of the disk or the database is tried again.

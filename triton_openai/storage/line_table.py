@@ -96,6 +96,17 @@ class LineTable(Tables):
         yield from lock_part(part)
         yield from _assign(part, numbers)
 
+    @operation(write=True, long=True)
+    def give_back(self, part: Part, numbers: Collection[int]) -> Steps[None]:
+        """Make lines that were claimed and do not run wait again, for any process."""
+        yield from lock_part(part)
+        yield (
+            "UPDATE line SET state = 0 WHERE batch = $1 AND part = $2 AND state = 1 AND running = 0"
+            " AND number IN NUMBERS($3)",
+            *(part.batch, part.number, json.dumps([*numbers])),
+        )
+        yield (NOTIFY,)
+
     async def unfinished(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines without a result, by their numbers, which are greater than *after*."""
         return await self._select(batch, "state < 2", after, limit)

@@ -59,6 +59,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
     for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
+    # Tests make a service busy for as long as they like.
+    monkeypatch.setattr(timing, "GIVE_BACK", 1000.0)
 
 
 class Host:

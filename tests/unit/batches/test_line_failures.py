@@ -50,6 +50,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "MAX_PAUSE",
     ):
         monkeypatch.setattr(timing, name, 0.002)
+    # Tests make a service busy for as long as they like.
+    monkeypatch.setattr(timing, "GIVE_BACK", 1000.0)
 
 
 # Of the service's state, of Triton's, or of the stores'.
