@@ -419,7 +419,7 @@ async def test_the_bytes_of_an_owner_stay_right(place: Place) -> None:
         return StoredFile(id=name, owner=OWNER, bytes=size, **made)  # type: ignore[arg-type]
 
     async def used() -> int:
-        def steps():  # type: ignore[no-untyped-def]
+        def steps():
             return (yield from bytes_of_owner(OWNER))
 
         before: int = await one.files.store._database.run(steps(), timeout=30, write=True)
