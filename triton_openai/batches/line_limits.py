@@ -20,7 +20,7 @@ from triton_openai.storage.batch_records import Line
 # How many lines run at first.
 _FIRST = 8
 # After the first trouble, a limit grows by this part with each window of lines that succeeded.
-_GROWTH_DIVISOR = 16
+_GROWTH_DIVISOR = 8
 # A queue of this part of the running lines keeps the engine busy. A limit does not grow then, and does not shrink.
 _QUEUE_SHARE = 0.05
 # A queue takes no more than this part of a limit away at once.
@@ -82,7 +82,8 @@ class Limit:
         self._queued = waiting > 0
         if waiting > max(1.0, _QUEUE_SHARE * self.running):
             loss = min(waiting, _MAX_LOSS * self.running)
-            self._shrink(min(self.allowed, self.running) - math.ceil(loss))
+            # Until the lines have ended, each look shows the same queue.
+            self._shrink(min(self.allowed, self.running - math.ceil(loss)))
 
     def _shrink(self, allowed: int) -> None:
         self.allowed = max(1, allowed)

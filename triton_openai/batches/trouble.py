@@ -44,7 +44,12 @@ class Trouble:
 
     def _look_at_first_tokens(self, target: str) -> None:
         waits = self._first_tokens.of(target)
-        few = self._limits.running_for(target) <= _FEW_LINES
+        running = self._limits.running_for(target)
+        if running > self._limits.allowed_for(target):
+            # What was done shows when the lines have ended.
+            waits.clear()
+            return
+        few = running <= _FEW_LINES
         if waits.are_long(few_lines=few, max_wait=self._host.settings.live_first_token):
             self._limits.slow_down(target)
             waits.clear()

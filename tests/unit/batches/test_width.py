@@ -207,7 +207,7 @@ def test_limits_double_until_the_first_trouble() -> None:
     limit.running = 32
     for _ in range(32):
         limit.succeeded()
-    assert 34 == limit.allowed
+    assert 36 == limit.allowed
 
 
 def test_a_limit_that_is_not_used_up_does_not_grow() -> None:
@@ -226,7 +226,9 @@ def test_queues_of_engines_shrink_limits(waiting: float, allowed: int, grows: bo
     limit = Limit(256)
     limit.allowed = 100
     limit.running = 100
-    limit.queue(waiting)
+    for _ in range(3):
+        # The queue is the same until lines have ended.
+        limit.queue(waiting)
     assert allowed == limit.allowed
     limit.running = allowed
     for _ in range(allowed):
