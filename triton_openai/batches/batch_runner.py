@@ -118,6 +118,8 @@ class BatchRunner:
         """Run until cancelled."""
         while True:
             try:
+                # Also before the first batch: what live requests wait without lines is the usual wait.
+                self._trouble.look()
                 if self._files.exist:
                     await self._step()
                 self._resume()
@@ -145,7 +147,6 @@ class BatchRunner:
             self._next_sweep = now + timing.SWEEP
             # In a task, so that leases are renewed meanwhile, however many files there are.
             self._sweeping = asyncio.create_task(self._sweep())
-        self._trouble.look()
         await self._slots.update()
         for batch_id, picked in (await self._schedule.pick()).items():
             self._lines.start(self._batches[batch_id], picked)

@@ -93,7 +93,6 @@ class Claims:
         batches = {batch.id: batch for batch in overview.batches}
         for running in parts:
             batch = batches.get(running.batch.id)
-            running.more = True
             if running.part not in overview.leases:
                 # The task of a part that is ending finds out by itself.
                 if running.phase is not Phase.ENDING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
@@ -74,6 +74,11 @@ class FirstTokens(Observer):
         self._models: dict[str, Waits] = {}
         #: Returns the Triton model behind a client's name for it.
         self.target: Callable[[str], str | None] = str
+
+    @property
+    def models(self) -> Collection[str]:
+        """The Triton models that live requests have asked."""
+        return self._models.keys()
 
     def of(self, model: str) -> Waits:
         """Return the waits for a Triton model."""

@@ -21,6 +21,9 @@ from triton_openai.storage.batch_records import Line
 _FIRST = 8
 # After the first trouble, a limit grows by this part with each window of lines that succeeded.
 _GROWTH_DIVISOR = 8
+# Beside live requests, it grows by less, and a queue makes it leave them a part of the engine.
+_GROWTH_DIVISOR_BESIDE_LIVE = 32
+_SHARE_BESIDE_LIVE = 0.8
 # A queue of this part of the running lines keeps the engine busy. A limit does not grow then, and does not shrink.
 _QUEUE_SHARE = 0.05
 # A queue takes no more than this part of a limit away at once.
@@ -44,6 +47,8 @@ class Limit:
         # Whether there was no trouble yet, and whether the engine has a queue.
         self._doubles = True
         self._queued = False
+        # Whether live requests come, too.
+        self._live = False
         # When the Triton ended last, and how many lines ran then.
         self._died_at = 0.0
         self._ran = 0
@@ -65,7 +70,7 @@ class Limit:
         if self._doubles:
             growth = 1
         elif self._succeeded >= self.allowed:
-            growth = max(1, self.allowed // _GROWTH_DIVISOR)
+            growth = max(1, self.allowed // self._growth_divisor)
         else:
             return
         self._succeeded = 0
@@ -77,13 +82,26 @@ class Limit:
             self._shrink(self.allowed // 2)
             self._halved_at = time.monotonic()
 
-    def queue(self, waiting: float) -> None:
-        """Note that so many lines of this process wait in front of the engine."""
+    def queue(self, waiting: float, *, live: bool = False) -> None:
+        """
+        Note that so many lines of this process wait in front of the engine.
+
+        Beside *live* requests, which wait there too, lines leave room for them.
+        """
         self._queued = waiting > 0
-        if waiting > max(1.0, _QUEUE_SHARE * self.running):
+        self._live = live
+        if live and waiting > 0:
+            self._shrink(min(self.allowed, int(_SHARE_BESIDE_LIVE * (self.running - waiting))))
+        elif waiting > max(1.0, _QUEUE_SHARE * self.running):
             loss = min(waiting, _MAX_LOSS * self.running)
             # Until the lines have ended, each look shows the same queue.
             self._shrink(min(self.allowed, self.running - math.ceil(loss)))
+
+    @property
+    def _growth_divisor(self) -> int:
+        if self._live:
+            return _GROWTH_DIVISOR_BESIDE_LIVE
+        return _GROWTH_DIVISOR
 
     def _shrink(self, allowed: int) -> None:
         self.allowed = max(1, allowed)

@@ -29,6 +29,8 @@ from triton_openai.storage.batch_records import LeaseLost, Line, next_group
 _log = structlog.get_logger(__name__)
 # A line whose model answers other requests is tried so often again.
 _MAX_RETRIES = 3
+# The pause before another attempt grows so many times.
+_MAX_STEPS = 10
 
 
 class LineRunner:
@@ -233,7 +235,8 @@ class LineRunner:
             # Live requests took the room meanwhile. The line starts again when there is room.
             seconds = timing.RETRY
         else:
-            seconds = min(timing.RETRY * 5.0**before.waits, timing.MAX_RETRY)
+            # A line may wait for days: no longer pause comes after some waits, and no number is too large.
+            seconds = min(timing.RETRY * 5.0 ** min(before.waits, _MAX_STEPS), timing.MAX_RETRY)
         wanted = min(error.retry_after or 0.0, timing.MAX_RETRY)
         running.retry(line, max(seconds, wanted))
         return True

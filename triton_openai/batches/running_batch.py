@@ -173,10 +173,13 @@ class RunningBatch:
         heapq.heappush(self.retrying, (time.monotonic() + seconds, next(_order), line))
 
     def put_back_due(self, now: float) -> None:
-        """Put the lines back whose retry is due."""
+        """Put the lines back whose retry is due. They come after those that have not run: they may fail again."""
         while self.retrying and self.retrying[0][0] <= now:
             _, _, line = heapq.heappop(self.retrying)
-            self.put_back(line)
+            if line.max_group:
+                self.quarantined.append(line)
+            else:
+                self.waiting.setdefault(line.model, deque()).append(line)
 
     def drop_waiting(self) -> None:
         """Start no more lines."""

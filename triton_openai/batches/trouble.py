@@ -36,7 +36,7 @@ class Trouble:
         if now < self._next_look:
             return
         self._next_look = now + timing.POLL
-        for target in self._limits.targets:
+        for target in {*self._limits.targets, *self._first_tokens.models}:
             self._look_at_first_tokens(target)
         if self._limits.running and (self._reading is None or self._reading.done()):
             # In a task: nothing waits for a Triton whose metrics do not come.
@@ -45,7 +45,7 @@ class Trouble:
     def _look_at_first_tokens(self, target: str) -> None:
         waits = self._first_tokens.of(target)
         running = self._limits.running_for(target)
-        if running > self._limits.allowed_for(target):
+        if running > self._limits.allowed().get(target, 0):
             # What was done shows when the lines have ended.
             waits.clear()
             return
@@ -69,7 +69,8 @@ class Trouble:
             for limit in self._limits.of(target):
                 waiting = self._queues.waiting(by_name.get(limit.endpoint, ""), models)
                 if waiting is not None:
-                    limit.queue(waiting * self._host.share)
+                    live = self._first_tokens.of(target).slowest() > 0
+                    limit.queue(waiting * self._host.share, live=live)
 
     async def close(self) -> None:
         """Stop looking."""

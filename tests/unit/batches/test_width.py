@@ -236,6 +236,34 @@ def test_queues_of_engines_shrink_limits(waiting: float, allowed: int, grows: bo
     assert grows == (limit.allowed > allowed)
 
 
+def test_lines_leave_room_for_live_requests() -> None:
+    """Beside live requests, a queue of any length makes lines leave a fifth, until their number grows again slowly."""
+    limit = Limit(256)
+    limit.allowed = 100
+    limit.running = 100
+    for _ in range(3):
+        limit.queue(1.0, live=True)
+    assert 79 == limit.allowed
+    limit.running = 79
+    limit.queue(0.0, live=True)
+    for _ in range(79):
+        limit.succeeded()
+    assert 81 == limit.allowed
+
+
+async def test_the_usual_wait_is_learned_before_lines_run(tmp_path: Path, clock: Clock) -> None:
+    """What live requests wait before the first line of all is the usual wait."""
+    host = Host()
+    first_tokens = FirstTokens()
+    trouble = Trouble(host, first_tokens, ModelLimits(host))
+    for _ in range(20):
+        first_tokens.of("M").add(0.5)
+    clock.advance(5)
+    trouble.look()
+    assert 0.5 == first_tokens.of("M").usual
+    assert {} == trouble._limits.allowed()
+
+
 def _metrics(pending: int | None, microseconds: int, waiting: int) -> str:
     lines = [f'nv_inference_queue_duration_us{{model="m",version="1"}} {microseconds}']
     if pending is not None:
