@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton_openai.storage.batch_records import Batch, Part, next_group
 from triton_openai.storage.batch_tables import (
@@ -46,26 +46,27 @@ class LeaseTable(Tables):
 
         The owners with the fewest leased batches come first, then the oldest batches. Owners in *full* are left out.
         """
-        rows = yield (
-            "SELECT b.id, b.until FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
-            " (SELECT owner, COUNT(*) AS number FROM lease JOIN batch ON batch.id = lease.batch WHERE lease.part = 0"
-            " AND lease.until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1"
-            " AND (b.until < CLOCK() OR b.until = $2) AND COALESCE(l.until, 0) < CLOCK()"
-            " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
-            " FOR UPDATE OF b SKIP LOCKED",
-            *(json.dumps([*full]), CLAIMED_HERE),
-        )
-        if not rows:
-            return None
-        batch_id, until = rows[0]
-        leased = yield (
-            "INSERT INTO lease (batch, part, holder, until) VALUES ($1, 0, $2, CLOCK() + $3) ON CONFLICT (batch, part)"
-            " DO UPDATE SET holder = $2, until = CLOCK() + $3 WHERE lease.until < CLOCK() RETURNING part",
-            *(batch_id, holder, seconds),
-        )
-        if not leased:
-            # Its process has just renewed it.
-            return None
+        leased: Sequence[Sequence[Any]] = ()
+        while not leased:
+            rows = yield (
+                "SELECT b.id, b.until FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
+                " (SELECT owner, COUNT(*) AS number FROM lease JOIN batch ON batch.id = lease.batch WHERE part = 0"
+                " AND lease.until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1"
+                " AND (b.until < CLOCK() OR b.until = $2) AND COALESCE(l.until, 0) < CLOCK()"
+                " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
+                " FOR UPDATE OF b SKIP LOCKED",
+                *(json.dumps([*full]), CLAIMED_HERE),
+            )
+            if not rows:
+                return None
+            batch_id, until = rows[0]
+            # None if another process has claimed it, or renewed its lease, while this one looked: it looks again.
+            leased = yield (
+                "INSERT INTO lease (batch, part, holder, until) VALUES ($1, 0, $2, CLOCK() + $3) ON CONFLICT"
+                " (batch, part) DO UPDATE SET holder = $2, until = CLOCK() + $3 WHERE lease.until < CLOCK()"
+                " RETURNING part",
+                *(batch_id, holder, seconds),
+            )
         claimed = yield (
             f"UPDATE batch SET holder = '', until = $2, generation = generation + 1 WHERE id = $1"
             f" RETURNING {BATCH_COLUMNS}",
