@@ -46,6 +46,8 @@ class LeaseTable(Tables):
 
         The owners with the fewest leased batches come first, then the oldest batches. Owners in *full* are left out.
         """
+        batch_id = ""
+        until = 0.0
         leased: Sequence[Sequence[Any]] = ()
         while not leased:
             rows = yield (
