@@ -135,7 +135,7 @@ def test_a_model_that_is_unloaded_for_a_while(own: Own, tmp_path: Path) -> None:
         serving(tmp_path, *options, settings=settings) as service,
         OpenAI(base_url=service.base_url, api_key="none") as client,
     ):
-        batch = started(client, 200_001, 60, 20)
+        batch = started(client, 200_001, 60, 300)
         until(lambda: _counted(client, batch.id))
         change(own, "unload")
         until(lambda: any("model away, lines wait" in line for line in service.log_lines()))
@@ -250,7 +250,8 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
         clients = [stack.enter_context(OpenAI(base_url=one.base_url, api_key="none")) for one in services]
         first, already = 100_000, calls(own)
         while True:
-            batch = started(clients[0], first, lines, 20).id
+            # Long enough for several uploads of results.
+            batch = started(clients[0], first, lines, 400).id
             place = until(partial(_running, services, batch))[0]
             other = clients[1 - place]
             until(partial(_counted, other, batch))

@@ -97,7 +97,7 @@ class Claims:
                 # The task of a part that is ending finds out by itself.
                 if running.phase is not Phase.ENDING:
                     running.lose(ended=batch is None)
-            elif batch is not None and batch.status != running.batch.status:
+            elif batch is not None and batch.status == "cancelling" and running.batch.status == "in_progress":
                 running.batch.status = batch.status
                 running.batch.times = batch.times
                 running.woken.set()

@@ -117,7 +117,8 @@ class RunningBatch:
         if self.phase is Phase.LOST:
             return
         self.phase = Phase.LOST
-        if not ended:
+        # A process that was frozen has lost its lines, also when others have ended the batch since.
+        if self.running or not ended:
             _log.warning("batch lease lost", batch=self.batch.id)
         for task in (self.task, *self.running.values()):
             if task is not None and task is not asyncio.current_task():

@@ -43,9 +43,22 @@ class RunningLife:
             self.task.cancel()
 
     def update(self, batch: Batch) -> None:
-        """Note the batch as the table has it now."""
-        if batch != self.batch and self.phase is not Phase.ENDING:
-            self.batch = batch
+        """
+        Note what other processes have changed in *batch*, as the table had it a moment ago.
+
+        What this process has changed since is newer.
+        """
+        mine = self.batch
+        if batch.status == "cancelling" and mine.status in ("validating", "in_progress"):
+            mine.status = batch.status
+            mine.times = batch.times
+            self.woken.set()
+        if batch.unfinished < mine.unfinished:
+            mine.succeeded = batch.succeeded
+            mine.failed = batch.failed
+            self.woken.set()
+        if batch.problems and not mine.problems:
+            mine.problems = batch.problems
             self.woken.set()
 
     def close(self) -> None:
