@@ -166,7 +166,14 @@ class Bucket(NamedTuple):
 def s3() -> Iterator[Callable[[], Bucket]]:
     """What makes buckets of an S3 server of its own."""
     pytest.importorskip("obstore")
-    program, numbers = found("SeaweedFS"), count()
+    with running_s3(found("SeaweedFS")) as make_bucket:
+        yield make_bucket
+
+
+@contextlib.contextmanager
+def running_s3(program: str) -> Iterator[Callable[[], Bucket]]:
+    """Run the S3 server *program*; yield what makes buckets of it."""
+    numbers = count()
     environ = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
     kinds = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Path(folder, "log").open("w") as log:

@@ -26,7 +26,7 @@ from triton_openai.api.sse import HEARTBEAT, error_event
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.figures import batch_state
 from triton_openai.batches.file_folder import Files
-from triton_openai.batches.line_limits import FirstTokens
+from triton_openai.batches.first_tokens import FirstTokens
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.tree import AUTO, NONE, AccessSettings, ModelSettings, ServerSettings, Settings
 from triton_openai.config.worker import Worker
@@ -121,7 +121,7 @@ def create_app(
     files = _files(settings, worker)
     first_tokens = FirstTokens()
     observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics), InvalidAnswers()]
-    if files is not None and settings.batches.live_first_token is not None:
+    if files is not None:
         observers.append(first_tokens)
     if characters is not None:
         observers.insert(1, ContentLog(characters))

@@ -135,7 +135,7 @@ def test_a_model_that_is_unloaded_for_a_while(own: Own, tmp_path: Path) -> None:
         serving(tmp_path, *options, settings=settings) as service,
         OpenAI(base_url=service.base_url, api_key="none") as client,
     ):
-        batch = started(client, 200_001, 60, 20)
+        batch = started(client, 200_001, 60, 300)
         until(lambda: _counted(client, batch.id))
         change(own, "unload")
         until(lambda: any("model away, lines wait" in line for line in service.log_lines()))
@@ -161,13 +161,13 @@ def started(client: OpenAI, first: int, lines: int, delay: int = 2) -> Any:
 
 
 def held(state: Path, pid: int) -> Mapping[str, Mapping[int, int]]:
-    """Return the open batches that the process *pid* runs: it has a lock of the name in the tables. And their lines."""
+    """Return the batches of which the process *pid* has lines, by its lock, and those lines with their states."""
     names = [Path(os.path.realpath(one)) for one in Path(f"/proc/{pid}/fd").iterdir()]
     found: dict[str, dict[int, int]] = {}
     with contextlib.closing(sqlite3.connect(state / "triton-openai" / "batches.sqlite")) as tables:
         query = (
-            "SELECT batch.id, line.number, line.state FROM batch JOIN line ON batch.id = line.batch"
-            " WHERE batch.open = 1 AND holder = ?"
+            "SELECT line.batch, line.number, line.state FROM lease JOIN line ON line.batch = lease.batch"
+            " AND line.part = lease.part WHERE lease.holder = ? AND line.state = 1"
         )
         for name in (one.stem for one in names if one.suffix == ".lock"):
             for batch, number, line in tables.execute(query, (name,)):
@@ -176,13 +176,13 @@ def held(state: Path, pid: int) -> Mapping[str, Mapping[int, int]]:
 
 
 def _busy(state: Path, pids: Sequence[int], client: OpenAI, batches: Sequence[str]) -> Sequence[int]:
-    """Return the processes that run lines, or all when *batches* have ended."""
+    """Return the processes that have lines, or all when *batches* have ended."""
     busy = [pid for pid in pids if held(state, pid)]
     return busy or (pids if all(_completed(client, batch) for batch in batches) else [])
 
 
 def test_workers_share_batches(own: Own, tmp_path: Path) -> None:
-    """When a worker is killed, another one goes on with its batches; no line runs again but those that ran then."""
+    """When a worker is killed, another one runs its lines; no line runs again but those that ran then."""
     state, lines = tmp_path / "state", 60
     options = ("--workers", "2", "--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer))
     with serving(tmp_path, *options) as service, OpenAI(base_url=service.base_url, api_key="none") as client:
@@ -196,7 +196,7 @@ def test_workers_share_batches(own: Own, tmp_path: Path) -> None:
             pids = [*workers(service).values()]
             pid = until(partial(_busy, state, pids, client, [*made]))[0]
             os.kill(pid, signal.SIGSTOP)
-            # It may have ended them all by now.
+            # They may all have ended by now.
             lost = held(state, pid)
             os.kill(pid, signal.SIGKILL if lost else signal.SIGCONT)
         for batch, first in made.items():
@@ -250,7 +250,8 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
         clients = [stack.enter_context(OpenAI(base_url=one.base_url, api_key="none")) for one in services]
         first, already = 100_000, calls(own)
         while True:
-            batch = started(clients[0], first, lines, 20).id
+            # Long enough for several uploads of results.
+            batch = started(clients[0], first, lines, 400).id
             place = until(partial(_running, services, batch))[0]
             other = clients[1 - place]
             until(partial(_counted, other, batch))
@@ -314,9 +315,9 @@ def rows(state: Path, query: str) -> list[Any]:
 def unmarked(state: Path) -> bool:
     """Return whether results are in a part whose lines are not marked yet."""
     marked = dict(rows(state, "SELECT part, MAX(part_place + part_length) FROM line WHERE state > 1 GROUP BY part"))
-    ((generation,),) = rows(state, "SELECT MAX(generation) FROM batch")
-    parts = (state / "triton-openai" / "files").glob(f"*-{generation}.part")
-    return any(part.stat().st_size > marked.get(generation, 0) for part in parts)
+    leased = {part for (part,) in rows(state, "SELECT part FROM lease WHERE part > 0")}
+    paths = {int(path.stem.rpartition("-")[2]): path for path in (state / "triton-openai" / "files").glob("*.part")}
+    return any(path.stat().st_size > marked.get(part, 0) for part, path in paths.items() if part in leased)
 
 
 def finalizing(state: Path) -> bool:

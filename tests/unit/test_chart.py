@@ -434,7 +434,7 @@ def test_what_is_kept_has_a_volume() -> None:
 
 
 def test_replicas_share_what_is_kept() -> None:
-    """With PostgreSQL and a bucket replicas need no claim; with a folder, one that all of them mount."""
+    """With PostgreSQL and a bucket replicas need no claim, and they can share no folder."""
     manifests = files.chart_documents("replicas")
     spec = files.only(manifests, "Deployment")["spec"]
     pod = spec["template"]["spec"]
@@ -448,25 +448,19 @@ def test_replicas_share_what_is_kept() -> None:
     assert {"name": "state", "mountPath": environ["XDG_STATE_HOME"]} in service["volumeMounts"]
     assert [secret] * 2 == [environ[f"TRITON_OPENAI_{name}_STORE"] for name in ("BATCHES", "RESPONSES")]
     assert "TRITON_OPENAI_FILES_STORE" not in environ
-    folder = {"enabled": True, "accessModes": ["ReadWriteMany"], "postgresql": {"existingSecret": "db"}}
-    made = files.render({"persistence": folder, "settings": {"responses": {"store": "memory"}}})
-    text = made["templates/deployment.yaml"]
-    assert "value: dir:/var/lib/triton-openai/files" in text
-    assert "TRITON_OPENAI_RESPONSES_STORE" not in text
-    files.render({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/triton-openai/x"}}})
-    assert "type: RollingUpdate" in text
-    assert "ReadWriteMany" in made["templates/persistentvolumeclaim.yaml"]
-    # One pod, whose files are in a bucket and whose tables are on a volume; and a folder that is mounted otherwise.
+    # One pod, whose files are in a bucket and whose tables are on a volume.
     bucket = {"settings": {"files": {"store": "s3://b"}}}
     files.render({**bucket, "replicaCount": 1, "persistence": {"enabled": True}})
+    postgresql: dict[str, Any] = {"persistence": {"postgresql": {"existingSecret": "db"}}}
+    made = files.render({**postgresql, "settings": {"files": {"store": "s3://b"}, "responses": {"store": "memory"}}})
+    assert "TRITON_OPENAI_RESPONSES_STORE" not in made["templates/deployment.yaml"]
+    shared = {"enabled": True, "accessModes": ["ReadWriteMany"], "postgresql": {"existingSecret": "db"}}
     mount = {"extraVolumeMounts": [{"name": "shared", "mountPath": "/mnt/shared"}]}
-    postgresql = {"persistence": {"postgresql": {"existingSecret": "db"}}}
-    files.render({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/shared/files"}}})
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({**postgresql}, "needs a place for files"),
-        ({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/sharedfiles"}}}, "needs a place for files"),
-        ({"persistence": folder, "settings": {"files": {"store": "dir:/var/lib/x"}}}, "needs a place for files"),
-        ({"persistence": {**folder, "accessModes": ["ReadWriteOnce"]}}, "needs accessModes"),
+        ({**postgresql}, "replicas share files in a bucket"),
+        ({**postgresql, **mount, "settings": {"files": {"store": "dir:/mnt/shared"}}}, "share files in a bucket"),
+        ({"persistence": shared}, "replicas share files in a bucket"),
+        ({**bucket, "persistence": shared, "replicaCount": 2}, "replicas share no volume"),
         ({**bucket, "persistence": {"enabled": True}}, "persistence needs replicaCount 1"),
         ({**bucket, "replicaCount": 1}, "would be lost with the pod"),
         ({**postgresql, "settings": {"batches": {"store": "postgresql://me:secret@db/x"}}}, "name a Secret in"),

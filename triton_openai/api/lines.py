@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from triton_openai.api.info import probe
 from triton_openai.api.messages.message_events import error_body
 from triton_openai.api.service import Service, job_not_taken_error
 from triton_openai.batches.host import Outcome
-from triton_openai.config.tree import ApiGroup, BatchesSettings
+from triton_openai.config.tree import ApiGroup, BatchesSettings, metrics_url
 from triton_openai.models.canary import PATIENCE
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import NO_HEADERS, Call, NoStream, Operation, Whole
@@ -56,7 +57,43 @@ class LineHost:
 
     @property
     def max_running(self) -> int:
-        return max(1, self._service.worker.share(self.settings.max_running))
+        return self.settings.max_running
+
+    @property
+    def share(self) -> float:
+        return 1 / self._service.worker.count
+
+    def tritons(self, target: str) -> int:
+        return self._service.fleet.leasing.tritons(target)
+
+    def slots_of(self, target: str) -> str:
+        members = self._service.fleet.members.values()
+        urls = sorted(url for member in members for url in member.settings.url)
+        digest = blake2b("\n".join(urls).encode(), digest_size=8).hexdigest()
+        return f"{target} {digest}"
+
+    def endpoints(self, target: str) -> Sequence[str]:
+        leasing = self._service.fleet.leasing
+        if leasing.single is not None or leasing.policy(target) == "affinity":
+            return ()
+        return leasing.names(target)
+
+    def metrics_urls(self, target: str) -> Mapping[str, str]:
+        service = self._service
+        names = self.endpoints(target)
+        if not names:
+            if len(service.fleet.members) > 1:
+                # No metrics are those of all Tritons.
+                return {}
+            return {"": service.settings.triton_metrics_url}
+        members = service.fleet.members
+        return {name: metrics_url(members[name].settings.url[0]) for name in names if name in members}
+
+    def queue_models(self, target: str) -> Sequence[str]:
+        config = self._service.fleet.snapshot.configs.get(target)
+        if config is None:
+            return [target]
+        return [target, *(step.model for step in config.steps)]
 
     @property
     def max_line_size(self) -> int:
@@ -170,7 +207,9 @@ class LineHost:
             return await authorizer.admit(key)
         return None
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+    async def answer(
+        self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None, endpoint: str = ""
+    ) -> Outcome:
         service = self._service
         operation = self._by_path[batch.endpoint]
         record = RequestRecord(
@@ -178,6 +217,7 @@ class LineHost:
         )
         record.key = batch.owner or None
         record.batch_trace = batch.trace
+        record.preferred_endpoint = endpoint or None
 
         async def work() -> Outcome:
             key = self._key(batch)

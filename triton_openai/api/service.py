@@ -326,6 +326,7 @@ class RequestContext(Generic[_Body]):
             previous_attempts=self.tried,
             # What runs batches begins a line again, alone.
             resends_lost=self.record.batch is None,
+            prefers=self.record.preferred_endpoint,
         )
         if fleet.leasing.single is None:
             self.record.route = route

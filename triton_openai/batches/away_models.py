@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -71,6 +71,9 @@ class AwayModels:
 
     def __contains__(self, model: object) -> bool:
         return model in self._pauses
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pauses)
 
     def __len__(self) -> int:
         return len(self._pauses)

@@ -1,8 +1,9 @@
 """
-Runs batches: claims them, starts their lines while live traffic leaves room, stores the results, and ends them.
+Runs batches: takes them to their ends, claims lines, and starts these while live traffic leaves room.
 
-The parts share the batches of this process: :class:`Claims` adds and removes them, :class:`LineSchedule` picks lines,
-:class:`LineRunner` runs them, and :class:`BatchLifecycle` takes each batch from its validation to its end.
+The parts share the batches of this process: :class:`Claims` claims batches, :class:`LineClaims` claims lines,
+:class:`LineSchedule` picks lines, :class:`LineRunner` runs them, :class:`PartRunner` stores their results, and
+:class:`BatchLifecycle` takes each batch from its validation to its end.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ import structlog
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.batch_lifecycle import BatchLifecycle
+from triton_openai.batches.changes import Look
 from triton_openai.batches.claims import Claims
-from triton_openai.batches.file_folder import Files
+from triton_openai.batches.file_folder import Files, on_disk
+from triton_openai.batches.first_tokens import FirstTokens
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
-from triton_openai.batches.line_limits import FirstTokens, ModelLimits
+from triton_openai.batches.line_claims import LineClaims
+from triton_openai.batches.line_limits import ModelLimits
 from triton_openai.batches.line_runner import LineRunner
 from triton_openai.batches.line_schedule import LineSchedule
+from triton_openai.batches.part_runner import PartRunner
 from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.results import Results
 from triton_openai.batches.running_batch import Phase, RunningBatch
+from triton_openai.batches.slots import Slots
+from triton_openai.batches.trouble import Trouble
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_records import LeaseLost
 from triton_openai.tasks import cancel, wait_any
 from triton_openai.telemetry.instruments import (
     BATCH_LIMIT,
@@ -41,11 +47,14 @@ from triton_openai.telemetry.instruments import (
 from triton_openai.telemetry.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
+# A process that is not the poller looks at the tables by itself after so many times the usual seconds: the poller may
+# be frozen.
+_PATIENCE = 10
 
 
 class BatchRunner:
     """
-    Runs the batches in *files* that no other process runs; *host* answers their lines.
+    Runs the batches in *files*, and their lines, together with other processes; *host* answers the lines.
 
     *first_tokens* shows how long live requests wait. *metrics* counts batches and lines.
     """
@@ -54,59 +63,114 @@ class BatchRunner:
         self._files = files
         self._store = files.store
         self._host = host
-        self._first_tokens = first_tokens
         self._series = (metrics or Metrics(Worker())).child
         self._woken = asyncio.Event()
+        # Whether the tables are read in the next step, and whether others are to read them.
+        self._looks = True
+        self._announces = False
+        self._next_watch = 0.0
         self._next_poll = 0.0
         self._next_sweep = 0.0
+        self._changed = Look(changed=False, polls=False)
         self._sweeping: asyncio.Task[None] | None = None
         self._failing = False
+        first_tokens.target = host.target
         holder = os.urandom(16).hex()
         wake = self._woken.set
         self._batches: dict[str, RunningBatch] = {}
         self._away = AwayModels(host, wake)
         self._limits = ModelLimits(host)
-        self._results = Results(files, self._series)
-        self._keys = KeyLimits(host)
-        quarantine = Quarantine(host, self._store.leases, holder, self._batches, self._away, self._limits, self._keys)
-        self._schedule = LineSchedule(host, self._batches, self._away, self._limits, self._keys, quarantine)
-        self._lines = LineRunner(host, self._store.lines, self._away, self._keys, quarantine, wake)
-        lifecycle = BatchLifecycle(files, host, self._away, self._results, self._series, wake)
+        self._trouble = Trouble(host, first_tokens, self._limits)
+        results = Results(files, self._series)
+        keys = KeyLimits(host)
+        self._keys = keys
+        quarantine = Quarantine(host, self._store.leases, holder, self._batches, self._away, self._limits, keys)
+        self._schedule = LineSchedule(host, self._batches, self._away, self._limits, keys, quarantine)
+        self._lines = LineRunner(host, files, self._away, keys, quarantine, wake)
+        self._parts = PartRunner(files, host, self._batches, results, wake, self.wake)
+        lifecycle = BatchLifecycle(files, host, holder, results, self._series, self._parts.add, self.wake)
         self._claims = Claims(files, host, holder, self._batches, lifecycle.run)
+        self._slots = Slots(self._store.slots, host, holder, self._batches, self._limits)
+        self._line_claims = LineClaims(
+            files,
+            host,
+            holder,
+            self._batches,
+            self._claims,
+            self._parts,
+            self._away,
+            self._limits,
+            keys,
+            self.wake,
+        )
 
     def wake(self) -> None:
-        """Read the tables now: a batch was created or cancelled."""
-        self._next_poll = 0.0
+        """Read the tables now, here and in the other processes of this machine: this process has changed them."""
+        self._looks = True
+        self._announces = True
         self._woken.set()
+
+    def _on_notification(self) -> None:
+        """Read the tables now, in all processes of this machine: a process has changed them."""
+        self.wake()
 
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
             try:
+                # Also before the first batch: what live requests wait without lines is the usual wait.
+                self._trouble.look()
                 if self._files.exist:
                     await self._step()
                 self._resume()
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and tried again
                 self._pause(error)
                 await asyncio.sleep(timing.TROUBLE)
-            await wait_any(self._woken, timeout=timing.POLL)
+            await wait_any(self._woken, timeout=timing.WATCH)
             self._woken.clear()
 
     async def _step(self) -> None:
-        """Delete what has expired, update the claims, and start lines."""
+        """Note what has changed, claim batches and lines, and start lines."""
         now = time.monotonic()
-        if now >= self._next_sweep:
+        await self._watch(now)
+        due = now >= self._next_poll
+        if self._looks or due or self._claims.renewal_due:
+            self._looks = False
+            polls = due or self._changed.polls
+            self._next_poll = now + await self._poll_seconds()
+            self._line_claims.reset()
+            if await self._claims.update(polls=polls):
+                # There may be another one.
+                self._looks = True
+                self._woken.set()
+        if self._changed.polls and now >= self._next_sweep:
             self._next_sweep = now + timing.SWEEP
             # In a task, so that leases are renewed meanwhile, however many files there are.
             self._sweeping = asyncio.create_task(self._sweep())
-        if now >= self._next_poll:
-            self._next_poll = now + timing.POLL
-            await self._claims.update()
-            max_wait = self._host.settings.live_first_token
-            if max_wait is not None and self._first_tokens.slowest() > max_wait:
-                self._limits.slow_down()
+        await self._slots.update()
         for batch_id, picked in (await self._schedule.pick()).items():
             self._lines.start(self._batches[batch_id], picked)
+        if await self._line_claims.refill():
+            self._woken.set()
+
+    async def _watch(self, now: float) -> None:
+        """Announce what this process has changed, and look for what others of this machine have."""
+        changes = self._files.changes
+        if self._announces:
+            self._announces = False
+            await on_disk(changes.announce)
+        if now >= self._next_watch:
+            self._next_watch = now + timing.WATCH
+            self._changed = await on_disk(changes.look)
+            self._looks = self._looks or self._changed.changed
+
+    async def _poll_seconds(self) -> float:
+        """Return the seconds until the tables are read again without a reason."""
+        if not self._changed.polls:
+            return _PATIENCE * timing.POLL
+        if await self._store.listen(self._on_notification):
+            return timing.NOTIFIED_POLL
+        return timing.POLL
 
     async def _sweep(self) -> None:
         try:
@@ -132,10 +196,12 @@ class BatchRunner:
         for target, allowed in self._limits.allowed().items():
             self._series(BATCH_LIMIT, target).set(allowed)
         batches = self._batches.values()
-        paused = sum(running.phase is Phase.PAUSED or running.unreadable for running in batches)
+        paused = {running.batch.id for running in batches if running.phase is Phase.PAUSED or running.unreadable}
+        paused |= {life.batch.id for life in self._claims.lives.values() if life.phase is Phase.PAUSED}
+        number = len(paused)
         if self._failing:
-            paused = max(1, paused)
-        self._series(BATCHES_PAUSED).set(paused)
+            number = max(1, number)
+        self._series(BATCHES_PAUSED).set(number)
         self._series(BATCH_RUNNING).set(self._limits.running)
         self._series(BATCH_MODELS_AWAY).set(len(self._away))
         self._series(BATCH_QUARANTINED).set(sum(len(running.quarantined) for running in batches))
@@ -145,13 +211,10 @@ class BatchRunner:
         if self._sweeping is not None:
             await cancel(self._sweeping)
         await self._away.close()
-        for running in list(self._batches.values()):
-            tasks = [running.starting, running.task, *running.running.values()]
-            await cancel(*[task for task in tasks if task is not None])
-            with suppress(ServiceError, LeaseLost):
-                await self._results.store(running, at_once=True)
-                # The write of their deaths may have been cancelled.
-                await self._store.lines.quarantine(running.batch, running.quarantined)
-                await self._store.leases.release(running.batch)
-            running.close()
+        await self._trouble.close()
+        await self._parts.close()
         await self._claims.close()
+        with suppress(ServiceError):
+            if self._files.exist:
+                await on_disk(self._files.changes.announce)
+        self._files.changes.close()

@@ -2,9 +2,9 @@
 Files in a bucket of S3, or of a compatible server. Incomplete files are in the folder.
 
 A file is the object ``files/ID``. What belongs to a batch that has not ended is below ``batches/ID/``: ``requests`` if
-they are no file, and results as ``GENERATION-OFFSET``. The parts of an upload are there, too, under the id of its file.
-No object is ever changed, so a reader never sees a part of a write. Services check by the object ``files/shared-ID``
-that they have the same bucket.
+they are no file, and results as ``PART-OFFSET``. The parts of an
+upload are there, too, under the id of its file. No object is ever changed, so a reader never sees a part of a write.
+Services check by the object ``files/shared-ID``, whose name is in PostgreSQL, that they have the same bucket.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from obstore.store import S3Store
 from triton_openai import errors
 from triton_openai.batches.file_folder import UPLOAD_SECONDS, Files, input_name, on_disk, opened, write_at
 from triton_openai.config.tree import BatchesSettings, FilesSettings
-from triton_openai.storage.batch_records import Batch
+from triton_openai.errors import ConfigurationError
+from triton_openai.storage.batch_records import Batch, Line, Part
 
 # Bytes that are fetched at once, and those of a part of an upload, of which some are sent at the same time.
 _PIECE = 4 * 1024 * 1024
 _PART = 8 * 1024 * 1024
 _AT_ONCE = 2
+# Bytes between two lines that are fetched with them: a request costs more.
+_MAX_GAP = 256 * 1024
 _RETRIES = 3
 _RETRY_TIME = timedelta(seconds=30)
 
@@ -54,6 +57,25 @@ class BucketFiles(Files):
         )
         self.checkpoint = batches.checkpoint
         self.read_remote = self.read
+        self._bucket_id: str | None = None
+
+    async def check(self) -> None:
+        if not self.shared:
+            return
+        if self._bucket_id is None:
+            self._bucket_id = await self.store.files.bucket_id()
+        if self._bucket_id is None:
+            # Its object first: a service that reads the name finds the object, too.
+            new = f"shared-{os.urandom(16).hex()}"
+            writing = await self.begin_writing(new)
+            await writing.end()
+            self._bucket_id = await self.store.files.bucket_id(new)
+        assert self._bucket_id is not None
+        if not await self.has(self._bucket_id):
+            raise ConfigurationError(
+                "--files-store: this is not the bucket of the other services on the same database:"
+                f" '{self._bucket_id}' is not there."
+            )
 
     async def has(self, name: str) -> bool:
         try:
@@ -155,16 +177,30 @@ class BucketFiles(Files):
             raise
         return descriptor
 
-    def make_part(self, batch: Batch) -> int:
+    async def open_lines(self, batch: Batch) -> int:
+        # An input that is gone ends the batch, not only the lines that are read first.
+        await self._size(file_key(input_name(batch)))
+        return await opened(on_disk(self._scratch))
+
+    async def load(self, batch: Batch, descriptor: int, lines: Sequence[Line]) -> None:
+        key = file_key(input_name(batch))
+        for start, end in _ranges(lines):
+            offset = start
+            while offset < end:
+                piece = await self._fetch(key, offset, end)
+                await on_disk(write_at, descriptor, piece, offset)
+                offset += len(piece)
+
+    def make_part(self, part: Part) -> int:
         return self._scratch()
 
-    async def save_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
-        await self.upload(f"batches/{batch.id}/{batch.generation}-{start}", descriptor, start)
+    async def save_part(self, part: Part, descriptor: int, start: int, end: int) -> None:
+        await self.upload(f"batches/{part.batch}/{part.number}-{start}", descriptor, start)
 
-    async def open_part(self, batch: Batch, generation: int) -> int:
-        prefix = f"batches/{batch.id}/{generation}-"
+    async def open_part(self, part: Part) -> int:
+        prefix = f"batches/{part.batch}/{part.number}-"
         pieces: list[tuple[str, int, int]] = []
-        for meta in await self._objects(f"batches/{batch.id}"):
+        for meta in await self._objects(f"batches/{part.batch}"):
             path = meta["path"]
             if path.startswith(prefix):
                 pieces.append((path, meta["size"], int(path.removeprefix(prefix))))
@@ -173,6 +209,19 @@ class BucketFiles(Files):
     async def clear(self, batch: Batch) -> None:
         objects = await self._objects(f"batches/{batch.id}")
         await self._delete([meta["path"] for meta in objects])
+
+
+def _ranges(lines: Sequence[Line]) -> Sequence[tuple[int, int]]:
+    """Return the ranges of bytes with *lines*. Ranges that are close to each other are one."""
+    ranges: list[tuple[int, int]] = []
+    for line in sorted(lines, key=lambda line: line.offset):
+        start = line.offset
+        end = start + line.length
+        if ranges and start - ranges[-1][1] <= _MAX_GAP:
+            start, last_end = ranges.pop()
+            end = max(end, last_end)
+        ranges.append((start, end))
+    return ranges
 
 
 def file_key(name: str) -> str:

@@ -1,8 +1,8 @@
 """
-Claims: which batches this process runs.
+Claims: which batches this process takes to their ends, and which parts of batches it has.
 
-A process has a lease of each batch that it runs, and renews it. When it ends, its lock shows that to others on the same
-machine, which then claim its batches at once; others wait until the leases expire.
+A process has leases of both, and renews them. When it ends, its lock shows that to others on the same machine, which
+then claim its batches and lines at once; others wait until the leases expire.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,21 +20,25 @@ import structlog
 from triton_openai.batches.file_folder import Files, on_disk, opened
 from triton_openai.batches.host import Host
 from triton_openai.batches.running_batch import Phase, RunningBatch
+from triton_openai.batches.running_life import RunningLife
 from triton_openai.errors import ServiceError
+from triton_openai.storage.batch_records import Batch, Part
+from triton_openai.storage.lease_table import Overview
+from triton_openai.tasks import cancel
 
 _log = structlog.get_logger(__name__)
 # Leases are renewed so often before they expire.
 _RENEWALS = 4
-# Batches of one owner, and of all owners, that a process runs at the same time.
+# Batches of one owner, and of all owners, that a process takes to their ends at the same time.
 _MAX_OWNER_BATCHES = 16
 _MAX_BATCHES = 256
 
 
 class Claims:
     """
-    Claims batches, and adds them to *batches* until they end.
+    Claims batches. *holder* is the name of this process, and *batches* are the parts that it has.
 
-    *holder* is the name of this process. *run* takes a batch to its end; a task of each batch calls it.
+    *run* takes a batch to its end; a task of each batch calls it.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Claims:
         host: Host,
         holder: str,
         batches: dict[str, RunningBatch],
-        run: Callable[[RunningBatch], Coroutine[Any, Any, None]],
+        run: Callable[[RunningLife], Coroutine[Any, Any, None]],
     ) -> None:
         self._files = files
         self._leases = files.store.leases
@@ -51,86 +55,127 @@ class Claims:
         self._holder = holder
         self._batches = batches
         self._run = run
+        #: The batches that this process takes to their ends, by their ids.
+        self.lives: dict[str, RunningLife] = {}
+        #: The batches that have not ended, the oldest first, when this process looked last.
+        self.open: Sequence[Batch] = ()
         self._next_renewal = 0.0
         # The descriptor of the lock; -1 before the first claim.
         self._lock = -1
 
-    async def update(self) -> None:
-        """Renew the leases, note what others have changed, and claim another batch."""
-        if self._batches:
-            await self._renew()
-            await self._reload()
-        if not self._host.stopping:
-            await self._claim()
+    @property
+    def renewal_due(self) -> bool:
+        """Whether it is time to renew the leases."""
+        return bool(self._batches or self.lives) and time.monotonic() >= self._next_renewal
 
-    async def _renew(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_renewal:
+    async def update(self, *, polls: bool) -> bool:
+        """
+        Renew the leases, note what others have changed, and claim another batch; return whether one was claimed.
+
+        The process of this machine that *polls* also ends the leases of processes that have ended.
+        """
+        if self.renewal_due:
             lease = self._host.settings.lease
-            self._next_renewal = now + lease / _RENEWALS
+            self._next_renewal = time.monotonic() + lease / _RENEWALS
             await self._leases.renew(self._holder, lease)
+        if polls:
+            await self._expire_stale()
+        parts = list(self._batches.values())
+        lives = list(self.lives.values())
+        overview = await self._leases.overview(self._holder)
+        self._compare_parts(parts, overview)
+        self._compare_lives(lives, overview)
+        self.open = overview.batches
+        return not self._host.stopping and await self._claim()
 
-    async def _reload(self) -> None:
-        leased = await self._leases.batches_of(self._holder)
-        for batch_id, running in list(self._batches.items()):
-            batch = leased.get(batch_id)
-            if batch is None or batch.generation != running.batch.generation:
-                # The task of a batch that is ending finds out by itself whether it has ended or is lost.
+    def _compare_parts(self, parts: Sequence[RunningBatch], overview: Overview) -> None:
+        """Note what others have done to *parts*, which this process had before the overview."""
+        batches = {batch.id: batch for batch in overview.batches}
+        for running in parts:
+            batch = batches.get(running.batch.id)
+            if running.part not in overview.leases:
+                # The task of a part that is ending finds out by itself.
                 if running.phase is not Phase.ENDING:
-                    running.lose()
-            elif batch.status == "cancelling" and running.batch.status in ("validating", "in_progress"):
-                # Other processes change nothing else.
+                    running.lose(ended=batch is None)
+            elif batch is not None and batch.status == "cancelling" and running.batch.status == "in_progress":
                 running.batch.status = batch.status
                 running.batch.times = batch.times
                 running.woken.set()
+            if batch is not None and batch.problems:
+                running.batch.problems = batch.problems
+                running.woken.set()
 
-    async def _claim(self) -> None:
+    def _compare_lives(self, lives: Sequence[RunningLife], overview: Overview) -> None:
+        """Note what others have done to *lives*, which this process had before the overview."""
+        batches = {batch.id: batch for batch in overview.batches}
+        for life in lives:
+            batch = batches.get(life.batch.id)
+            generation = life.batch.generation
+            if batch is None or batch.generation != generation or Part(batch.id, 0) not in overview.leases:
+                # The task of a batch that is ending finds out by itself whether it has ended or is lost.
+                if life.phase is not Phase.ENDING:
+                    life.lose()
+            else:
+                life.update(batch)
+
+    async def _claim(self) -> bool:
         """Claim one more batch. Others are left to other processes for a while."""
-        if len(self._batches) >= _MAX_BATCHES:
-            return
-        if self._lock < 0:
-            await self._files.check()
-            self._lock = await opened(on_disk(self._files.locks.lock, self._holder))
-        await self._expire_stale()
-        counts = Counter(running.batch.owner for running in self._batches.values())
+        if len(self.lives) >= _MAX_BATCHES:
+            return False
+        if len(self.lives) == len(self.open):
+            # It has them all.
+            return False
+        await self.lock()
+        counts = Counter(life.batch.owner for life in self.lives.values())
         batch = await self._leases.claim(
             self._holder,
             self._host.settings.lease,
-            max_running=self._host.max_running,
             full={owner for owner, number in counts.items() if number >= _MAX_OWNER_BATCHES},
         )
         if batch is None:
-            return
-        older = self._batches.get(batch.id)
+            return False
+        older = self.lives.get(batch.id)
         if older is not None:
             older.lose()
-        running = RunningBatch(batch)
-        self._batches[batch.id] = running
-        running.task = asyncio.create_task(self._run_to_end(running))
+        life = RunningLife(batch)
+        self.lives[batch.id] = life
+        life.task = asyncio.create_task(self._run_to_end(life))
+        return True
+
+    async def lock(self) -> None:
+        """Lock the file that shows whether this process runs, before its first lease."""
+        if self._lock < 0:
+            await self._files.check()
+            self._lock = await opened(on_disk(self._files.locks.lock, self._holder))
 
     async def _expire_stale(self) -> None:
-        """End the leases of processes that have ended."""
+        """End the leases of processes that have ended, and the parts whose leases have expired."""
         for holder in await self._leases.holders():
             if holder != self._holder and await on_disk(self._files.locks.is_stale, holder):
                 _log.warning("leases of an ended process expired")
                 await self._leases.expire_leases(holder)
                 # Last: a process that finds no lock has to wait until the leases expire.
                 await on_disk(self._files.locks.unlock, holder)
+        ended = await self._leases.end_parts()
+        for part, ran in ended.items():
+            if ran:
+                _log.warning("lines quarantined after the end of a process or Triton", batch=part.batch, lines=ran)
 
-    async def _run_to_end(self, running: RunningBatch) -> None:
+    async def _run_to_end(self, life: RunningLife) -> None:
         try:
-            await self._run(running)
+            await self._run(life)
         finally:
-            if self._batches.get(running.batch.id) is running:
-                del self._batches[running.batch.id]
-            if not self._host.stopping:
-                if running.starting is not None:
-                    # It reads the input.
-                    await asyncio.wait([running.starting])
-                running.close()
+            if self.lives.get(life.batch.id) is life:
+                del self.lives[life.batch.id]
+            life.close()
 
     async def close(self) -> None:
-        """End the leases of this process after its batches were released."""
+        """End the leases of this process after its parts were released."""
+        for life in list(self.lives.values()):
+            if life.task is not None:
+                await cancel(life.task)
+            with suppress(ServiceError):
+                await self._leases.release(life.batch)
         if self._lock >= 0:
             os.close(self._lock)
             with suppress(ServiceError):

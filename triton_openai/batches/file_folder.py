@@ -2,9 +2,9 @@
 Files in a folder: written as they arrive, and in the tables once they are on the disk.
 
 The names of the files are ids that this service made; the clients' names are data. The folder also has the inputs of
-Anthropic's batches (``ID.requests``), the parts of results (``ID-GENERATION.part``), incomplete files (``ID.new``), the
-parts of uploads (``ID.PART.upload``), a lock of each process that runs batches (``HOLDER.lock``), and with PostgreSQL a
-file by which services check that they have the same folder (``shared-ID``).
+Anthropic's batches (``ID.requests``), the results of parts of batches (``ID-PART.part``), incomplete files
+(``ID.new``), the parts of uploads (``ID.PART.upload``), a lock of each process that runs batches (``HOLDER.lock``), and
+the file by which processes announce changes (``poller.lock``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
+from triton_openai.batches.changes import Changes
 from triton_openai.batches.process_locks import ProcessLocks, names_before
 from triton_openai.config.files import state_folder
 from triton_openai.config.tree import BatchesSettings, FilesSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.storage import open_batch_store
-from triton_openai.storage.batch_records import Batch, StoredFile
+from triton_openai.storage.batch_records import Batch, Line, Part, StoredFile
 from triton_openai.storage.batch_tables import failed_write
 
 _log = structlog.get_logger(__name__)
@@ -48,7 +49,8 @@ class Files:
     """
     Files in a folder, and the tables about them. Nothing is created before the first file is.
 
-    All processes that share the tables share the folder. Raises :class:`ConfigurationError` if they cannot.
+    The folder belongs to one machine, and so does the database: replicas have a bucket and PostgreSQL in their place.
+    Raises :class:`ConfigurationError` for a folder with PostgreSQL.
     """
 
     #: Seconds after which results become safe from the loss of this machine; 0 if they are safe, or never will be.
@@ -64,14 +66,20 @@ class Files:
         else:
             self.folder = state_folder() / "files"
         self.store, self._path = open_batch_store(batches.store)
-        self._folder_id: str | None = None
-        #: The locks of the processes that run batches. On a shared folder, those of other machines do not count.
-        self.locks = ProcessLocks(self.folder, local=self._path is not None)
-        if self._path is None and settings.store == "dir":
+        #: The locks of the processes of this machine that run batches.
+        self.locks = ProcessLocks(self.folder)
+        self.changes = Changes(self.folder)
+        if self._path is None and kind == "dir":
             raise ConfigurationError(
-                "--files-store: batches in PostgreSQL need files that all replicas see: s3://BUCKET, or dir:PATH with a"
-                " folder that they share."
+                "--files-store: batches in PostgreSQL need files in a bucket, which all replicas see: s3://BUCKET. A"
+                " folder that replicas share is not supported any more; a folder belongs to one machine, with batches"
+                " in SQLite (--batches-store sqlite)."
             )
+
+    @property
+    def shared(self) -> bool:
+        """Whether processes of other machines may use the same tables."""
+        return self._path is None
 
     @property
     def exist(self) -> bool:
@@ -95,27 +103,10 @@ class Files:
 
     async def check(self) -> None:
         """
-        Check that the folder or bucket is that of the other services on the same PostgreSQL.
+        Check that these are the files of the other services on the same tables.
 
-        Raises :class:`ConfigurationError` if it is not, for example because a shared folder is not mounted, and
-        :class:`ServiceError` if PostgreSQL or the folder or bucket does not answer.
+        Raises :class:`ConfigurationError` if they are not, and :class:`ServiceError` if that cannot be found out.
         """
-        if self._path is not None:
-            return
-        if self._folder_id is None:
-            self._folder_id = await self.store.files.folder_id()
-        if self._folder_id is None:
-            # Its file first: a service that reads the name finds the file, too.
-            new = f"shared-{os.urandom(16).hex()}"
-            writing = await self._writing(new)
-            await writing.end()
-            self._folder_id = await self.store.files.folder_id(new)
-        assert self._folder_id is not None
-        if not await self.has(self._folder_id):
-            raise ConfigurationError(
-                "--files-store: this is not the place where other services that share the database keep their files:"
-                f" '{self._folder_id}' is not there."
-            )
 
     async def has(self, name: str) -> bool:
         """Return whether the file *name* exists. Raises :class:`ServiceError`."""
@@ -124,9 +115,10 @@ class Files:
     async def write(self, name: str) -> Writing:
         """Begin to write the file *name*. Raises :class:`ServiceError` if the disk cannot."""
         await self.check()
-        return await self._writing(name)
+        return await self.begin_writing(name)
 
-    async def _writing(self, name: str) -> Writing:
+    async def begin_writing(self, name: str) -> Writing:
+        """Begin as :meth:`write` does, without a check."""
         return Writing(self, name, await opened(on_disk(self._create, f"{name}.new")))
 
     async def publish(self, name: str, descriptor: int) -> None:
@@ -199,6 +191,8 @@ class Files:
         await on_disk(self._unlink, [name for name in incomplete if _owner_of(name) not in batches])
         if expired:
             _log.info("files expired", number=len(expired))
+        for owner in await self.store.files.owners():
+            await self.store.files.recount(owner)
 
     # What batches read and write
 
@@ -207,32 +201,34 @@ class Files:
         return await self._open(self.folder / input_name(batch))
 
     async def _open(self, path: Path) -> int:
-        try:
-            return await opened(asyncio.to_thread(os.open, path, os.O_RDONLY))
-        except FileNotFoundError:
-            # Another error if the folder is not mounted: the file exists again when it is.
-            await self.check()
-            raise
+        return await opened(asyncio.to_thread(os.open, path, os.O_RDONLY))
 
-    def make_part(self, batch: Batch) -> int:
-        """Return a descriptor of an empty file for the results of *batch*. Raises :class:`OSError`."""
-        descriptor = os.open(self._part(batch, batch.generation), os.O_CREAT | os.O_WRONLY, 0o600)
+    async def open_lines(self, batch: Batch) -> int:
+        """Return a descriptor for the requests of *batch* that :meth:`load` loads. Raises :class:`OSError`."""
+        return await self.open_input(batch)
+
+    async def load(self, batch: Batch, descriptor: int, lines: Sequence[Line]) -> None:
+        """Load *lines* into the file of *descriptor*, from :meth:`open_lines`. Raises :class:`ServiceError`."""
+
+    def make_part(self, part: Part) -> int:
+        """Return a descriptor of an empty file for the results of *part*. Raises :class:`OSError`."""
+        descriptor = os.open(self._part(part), os.O_CREAT | os.O_WRONLY, 0o600)
         sync_folder(self.folder)
         return descriptor
 
-    def _part(self, batch: Batch, generation: int) -> Path:
-        return self.folder / f"{batch.id}-{generation}.part"
+    def _part(self, part: Part) -> Path:
+        return self.folder / f"{part.batch}-{part.number}.part"
 
-    async def save_part(self, batch: Batch, descriptor: int, start: int, end: int) -> None:
+    async def save_part(self, part: Part, descriptor: int, start: int, end: int) -> None:
         """Make the bytes from *start* to *end* of a part survive the loss of this machine, where that is possible."""
 
-    async def open_part(self, batch: Batch, generation: int) -> int:
-        """Return a descriptor of the results of *generation*. Raises :class:`OSError`."""
-        return await self._open(self._part(batch, generation))
+    async def open_part(self, part: Part) -> int:
+        """Return a descriptor of the results of *part*. Raises :class:`OSError`."""
+        return await self._open(self._part(part))
 
     async def clear(self, batch: Batch) -> None:
         """Delete what belongs to a *batch* that has ended, and is no file."""
-        parts = [self._part(batch, generation).name for generation in range(1, batch.generation + 1)]
+        parts = [self._part(Part(batch.id, number)).name for number in range(1, batch.parts + 1)]
         await on_disk(self._unlink, [*parts, f"{batch.id}.requests"])
 
 

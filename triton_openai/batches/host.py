@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from triton_openai.access.rate_limits import Reservation
@@ -36,7 +36,26 @@ class Host(Protocol):
 
     @property
     def max_running(self) -> int:
-        """How many lines of one model may run in this process."""
+        """How many lines of one model may run at one Triton, over all processes."""
+
+    @property
+    def share(self) -> float:
+        """The part of the lines of this machine that this process runs."""
+
+    def tritons(self, target: str) -> int:
+        """Return how many Tritons have a Triton model."""
+
+    def slots_of(self, target: str) -> str:
+        """Return the name under which all processes with the same Tritons share the slots of a Triton model."""
+
+    def endpoints(self, target: str) -> Sequence[str]:
+        """Return the names of the Tritons to which :meth:`answer` can send lines for a Triton model; none for one."""
+
+    def metrics_urls(self, target: str) -> Mapping[str, str]:
+        """Return where the Tritons with a model may have metrics, by the names of :meth:`endpoints`."""
+
+    def queue_models(self, target: str) -> Sequence[str]:
+        """Return a Triton model and the steps of it, which may have queues of their own."""
 
     @property
     def max_line_size(self) -> int:
@@ -90,8 +109,10 @@ class Host(Protocol):
         checked.
         """
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
-        """Return the answer to a line, and close its *reservation*."""
+    async def answer(
+        self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None, endpoint: str = ""
+    ) -> Outcome:
+        """Return the answer to a line, from the Triton called *endpoint* if possible, and close its *reservation*."""
 
     def refusal(self, batch: Batch, error: ServiceError) -> Outcome:
         """Return *error* as the answer to a line."""

@@ -14,7 +14,7 @@ import structlog
 from triton_openai import errors, offload
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
-from triton_openai.batches.file_folder import on_disk
+from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host, Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.key_limits import KeyLimits
@@ -25,11 +25,12 @@ from triton_openai.batches.results import add_result
 from triton_openai.batches.running_batch import Attempts, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import LeaseLost, Line, next_group
-from triton_openai.storage.line_table import LineTable
 
 _log = structlog.get_logger(__name__)
 # A line whose model answers other requests is tried so often again.
 _MAX_RETRIES = 3
+# The pause before another attempt grows so many times.
+_MAX_STEPS = 10
 
 
 class LineRunner:
@@ -38,14 +39,15 @@ class LineRunner:
     def __init__(
         self,
         host: Host,
-        lines: LineTable,
+        files: Files,
         away: AwayModels,
         keys: KeyLimits,
         quarantine: Quarantine,
         wake: Callable[[], None],
     ) -> None:
         self._host = host
-        self._lines = lines
+        self._files = files
+        self._lines = files.store.lines
         self._away = away
         self._keys = keys
         self._quarantine = quarantine
@@ -57,6 +59,7 @@ class LineRunner:
 
         A task starts them: when the disk of one batch is slow, or hangs, other batches do not wait for it.
         """
+        running.moved_at = time.monotonic()
         running.starting = asyncio.create_task(self._start(running, picked))
         running.starting.add_done_callback(partial(self._end_start, running))
 
@@ -83,7 +86,11 @@ class LineRunner:
         """Mark lines as running, and return their contents; nothing if they cannot start now."""
         numbers = [line.number for line in lines]
         try:
-            await self._lines.mark_running(running.batch, numbers)
+            if running.unloaded:
+                unloaded = running.unloaded[:]
+                await self._files.load(running.batch, running.input, unloaded)
+                del running.unloaded[: len(unloaded)]
+            await self._lines.mark_running(running.part, numbers)
             return await on_disk(_read, running.input, lines)
         except LeaseLost:
             running.lose()
@@ -160,7 +167,7 @@ class LineRunner:
                 outcome = self._host.refusal(batch, fatal)
             else:
                 started_at = time.monotonic()
-                outcome = await self._host.answer(batch, custom_id, body, started.reservation)
+                outcome = await self._host.answer(batch, custom_id, body, started.reservation, started.limit.endpoint)
                 outcome = await self._result_of(running, started, outcome, started_at)
             if outcome is not None:
                 await add_result(running, line, custom_id, outcome)
@@ -183,11 +190,11 @@ class LineRunner:
         """Return the result of a line that had *outcome*; ``None`` if the line waits for another attempt."""
         error = outcome.error
         if error is None:
-            ran.limit.succeeded(self._host.max_running)
+            ran.limit.succeeded()
             return outcome
         verdict = verdict_on(error)
         if verdict is Verdict.ENDS:
-            ran.limit.succeeded(self._host.max_running)
+            ran.limit.succeeded()
             return outcome
         if lacks_capacity(error):
             ran.limit.overloaded(started_at)
@@ -228,7 +235,8 @@ class LineRunner:
             # Live requests took the room meanwhile. The line starts again when there is room.
             seconds = timing.RETRY
         else:
-            seconds = min(timing.RETRY * 5.0**before.waits, timing.MAX_RETRY)
+            # A line may wait for days: no longer pause comes after some waits, and no number is too large.
+            seconds = min(timing.RETRY * 5.0 ** min(before.waits, _MAX_STEPS), timing.MAX_RETRY)
         wanted = min(error.retry_after or 0.0, timing.MAX_RETRY)
         running.retry(line, max(seconds, wanted))
         return True
@@ -254,7 +262,7 @@ class LineRunner:
         running.quarantined.append(line)
         self._away.pause(line.model, error.reason)
         with suppress(ServiceError, LeaseLost):
-            await self._lines.quarantine(running.batch, [line])
+            await self._lines.quarantine(running.part, [line])
 
     async def _after_exception(self, running: RunningBatch, line: Line, custom_id: str) -> None:
         """Schedule another attempt of a line that the service failed to run; after the last one, the line fails."""
@@ -267,7 +275,7 @@ class LineRunner:
 
     async def _mark_stopped(self, running: RunningBatch, numbers: Sequence[int]) -> None:
         with suppress(ServiceError, LeaseLost):
-            await self._lines.mark_stopped(running.batch, numbers)
+            await self._lines.mark_stopped(running.part, numbers)
 
 
 def _read(descriptor: int, lines: Sequence[Line]) -> list[bytes | OSError]:

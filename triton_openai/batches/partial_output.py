@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.errors import StoreUnavailable
-from triton_openai.storage.batch_records import SUCCEEDED, Batch, Result
+from triton_openai.storage.batch_records import SUCCEEDED, Batch, Part, Result
 
 # Rows that are read at once, and bytes that are sent at once.
 _ROWS = 1000
@@ -16,21 +16,24 @@ _PIECE = 1024 * 1024
 
 async def partial_output(files: Files, batch: Batch) -> AsyncGenerator[bytes, None]:
     """
-    Yield the lines of the answers that *batch* has, in the order in which they came.
+    Yield the lines of the answers that *batch* has, in the order of the input.
 
-    Raises :class:`ServiceError`, also if the batch ends meanwhile: then its output file has all answers.
+    Answers that come meanwhile may be left out. Raises :class:`ServiceError`, also if the batch ends meanwhile: then its
+    output file has all answers.
     """
     parts: dict[int, int] = {}
-    after = (0, -1)
+    # How many bytes each part had when it was opened.
+    sizes: dict[int, int] = {}
+    after = 0
     try:
         while rows := await files.store.lines.results(batch, after, _ROWS):
             answers = [row for row in rows if row.state == SUCCEEDED]
             for part in {row.part for row in answers} - parts.keys():
-                parts[part] = await files.open_part(batch, part)
-            for group in _groups(answers):
+                parts[part] = await files.open_part(Part(batch.id, part))
+                sizes[part] = os.fstat(parts[part]).st_size
+            for group in _groups([row for row in answers if row.offset + row.length <= sizes[row.part]]):
                 yield await on_disk(_read, parts, group)
-            last = rows[-1]
-            after = (last.part, last.offset)
+            after = rows[-1].number
     except FileNotFoundError as error:
         raise _ended() from error
     finally:

@@ -1,7 +1,7 @@
 """
 Locks of the processes that run batches: others see by its lock whether a process still runs.
 
-A lock is the file ``HOLDER.lock``. It is locked while the process runs, and has the id of its machine.
+A lock is the file ``HOLDER.lock``, which is locked while the process runs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ _SUFFIX = ".lock"
 
 class ProcessLocks:
     """
-    The locks in *folder*. *local* is whether only processes of this machine use them.
+    The locks in *folder*, which is a folder of this machine.
 
-    The state of processes on other machines is unknown, because many shared file systems do not share locks. Their end
-    is noticed when their leases expire.
+    Processes on other machines have no lock here. Their end is noticed when their leases expire.
     """
 
-    def __init__(self, folder: Path, *, local: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._local = local
 
     def lock(self, holder: str) -> int:
         """
@@ -35,7 +33,6 @@ class ProcessLocks:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._path(holder), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
         try:
-            os.write(descriptor, _machine())
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BaseException:
             os.close(descriptor)
@@ -44,29 +41,27 @@ class ProcessLocks:
 
     def is_stale(self, holder: str) -> bool:
         """Return whether the process of *holder* has certainly ended. A process that is frozen has not."""
-        return self._is_unlocked(holder, anywhere=self._local)
+        return self._is_unlocked(holder)
 
     def unlock(self, holder: str) -> None:
         """Delete the lock of *holder*, which has no leases any more. Raises :class:`OSError`."""
         self._path(holder).unlink(missing_ok=True)
 
     def stale_before(self, before: float) -> Sequence[str]:
-        """Return the names of the files of ended processes, on any machine, that were last changed before a time."""
+        """Return the names of the files of ended processes that were last changed before a time."""
         names = names_before(self._folder, (_SUFFIX,), before)
-        return [name for name in names if self._is_unlocked(name.removesuffix(_SUFFIX), anywhere=True)]
+        return [name for name in names if self._is_unlocked(name.removesuffix(_SUFFIX))]
 
     def _path(self, holder: str) -> Path:
         return self._folder / f"{holder}{_SUFFIX}"
 
-    def _is_unlocked(self, holder: str, *, anywhere: bool) -> bool:
-        """Return whether nobody locks the file of *holder*; ``False`` for other machines unless *anywhere*."""
+    def _is_unlocked(self, holder: str) -> bool:
+        """Return whether nobody locks the file of *holder*; ``False`` if there is none."""
         try:
             descriptor = os.open(self._path(holder), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
-            if not (anywhere or os.read(descriptor, 100) == _machine()):
-                return False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -87,11 +82,3 @@ def _is_older(entry: os.DirEntry[str], time: float) -> bool:
         return entry.stat().st_mtime < time
     except FileNotFoundError:
         return False
-
-
-def _machine() -> bytes:
-    """Return an id of this machine that changes when it is started again."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return os.uname().nodename.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
@@ -17,7 +18,7 @@ from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.running_batch import RunningBatch
 from triton_openai.json_lines import escape_line_breaks
-from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Result
+from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Part, Result
 from triton_openai.telemetry.instruments import BATCH_LINES
 from triton_openai.telemetry.metrics import Series
 
@@ -67,11 +68,11 @@ class Results:
         )
 
     async def _mark(self, running: RunningBatch) -> None:
-        await self._files.save_part(running.batch, running.output, running.safe, running.size)
-        before = running.batch
-        running.batch = await self._store.lines.finish(before, running.written)
-        self._series(BATCH_LINES, "succeeded").inc(running.batch.succeeded - before.succeeded)
-        self._series(BATCH_LINES, "failed").inc(running.batch.failed - before.failed)
+        await self._files.save_part(running.part, running.output, running.safe, running.size)
+        running.batch = await self._store.lines.finish(running.part, running.written)
+        states = Counter(line.state for line in running.written)
+        self._series(BATCH_LINES, "succeeded").inc(states[SUCCEEDED])
+        self._series(BATCH_LINES, "failed").inc(states[FAILED])
         running.written = []
         running.safe = running.size
         running.safe_at = time.monotonic()
@@ -86,26 +87,25 @@ class Results:
 
         def write() -> None:
             if running.output < 0:
-                running.output = self._files.make_part(running.batch)
+                running.output = self._files.make_part(running.part)
             # This overwrites what a failed attempt has left there.
             write_at(running.output, b"".join([data for _, data in ended]), running.size)
             os.fdatasync(running.output)
 
         await on_disk(write)
         if self._files.checkpoint:
-            await self._store.lines.mark_stopped(running.batch, [line.number for line in done])
+            await self._store.lines.mark_stopped(running.part, [line.number for line in done])
         running.written += done
         running.size = offset
         del running.done[: len(ended)]
         running.full.clear()
 
-    async def make_files(self, running: RunningBatch) -> Mapping[str, int]:
+    async def make_files(self, batch: Batch, descriptor: int) -> Mapping[str, int]:
         """
-        Write the files of all results, and return the bytes of each by its id.
+        Write the files of all results of *batch* in the order of its input, and return the bytes of each by its id.
 
-        Doing it again writes the same files.
+        *descriptor* is that of the input. Doing it again writes the same files.
         """
-        batch = running.batch
         writings: dict[str, Writing] = {}
         with ExitStack() as stack:
             for file_id in filter(None, (batch.output, batch.errors)):
@@ -114,7 +114,7 @@ class Results:
             output = writings.get(batch.output or "")
             errors = writings.get(batch.errors or "") or output
             await self._copy_results(batch, output, errors, stack)
-            await self._write_never_ran(running, errors)
+            await self._write_never_ran(batch, descriptor, errors)
             for writing in writings.values():
                 await writing.end()
         return {file_id: writing.size for file_id, writing in writings.items()}
@@ -122,7 +122,7 @@ class Results:
     async def _copy_results(
         self, batch: Batch, output: Writing | None, errors: Writing | None, stack: ExitStack
     ) -> None:
-        """Copy the results from the parts of a batch. *stack* closes the parts."""
+        """Copy the results from the parts of a batch. *stack* closes their files."""
         parts: dict[int, int] = {}
 
         def copy(rows: Sequence[Result]) -> None:
@@ -133,22 +133,21 @@ class Results:
                 assert target is not None
                 target.put(os.pread(parts[row.part], row.length, row.offset))
 
-        after = (0, -1)
+        after = 0
         while rows := await self._store.lines.results(batch, after, _CHUNK):
             for part in {row.part for row in rows} - parts.keys():
-                parts[part] = await self._files.open_part(batch, part)
+                parts[part] = await self._files.open_part(Part(batch.id, part))
                 stack.callback(os.close, parts[part])
             await on_disk(copy, rows)
-            after = (rows[-1].part, rows[-1].offset)
+            after = rows[-1].number
 
-    async def _write_never_ran(self, running: RunningBatch, errors: Writing | None) -> None:
+    async def _write_never_ran(self, batch: Batch, descriptor: int, errors: Writing | None) -> None:
         """Write a result for each line that never ran."""
-        batch = running.batch
 
         def write(lines: Sequence[Line]) -> None:
             assert errors is not None
             for line in lines:
-                custom_id, _ = id_and_body(os.pread(running.input, line.length, line.offset))
+                custom_id, _ = id_and_body(os.pread(descriptor, line.length, line.offset))
                 errors.put(never_ran(batch, line.number, custom_id))
 
         last = 0

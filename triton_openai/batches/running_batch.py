@@ -1,4 +1,4 @@
-"""A batch that this process runs, and its lines: those that wait, run, or have a result that is not stored yet."""
+"""A part of a batch that this process runs: lines that wait, run, or have a result that is not stored yet."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import structlog
 
-from triton_openai.storage.batch_records import Batch, BatchError, Done, Line
-from triton_openai.tasks import cancel
+from triton_openai.storage.batch_records import Batch, Done, Line, Part
 
 _log = structlog.get_logger(__name__)
 # Results that are written together, at most.
@@ -27,14 +26,14 @@ _order = count()
 
 
 class Phase(Enum):
-    """The state of a batch in this process."""
+    """The state of a batch, or of a part of one, in this process."""
 
     RUNNING = "running"
     #: Its disk or its database fails.
     PAUSED = "paused"
     #: It is being ended: the table may show its end already.
     ENDING = "ending"
-    #: Another process has it.
+    #: It was taken from this process.
     LOST = "lost"
 
 
@@ -49,14 +48,15 @@ class Attempts(NamedTuple):
 
 class RunningBatch:
     """
-    A batch that this process runs.
+    The *part* of a *batch* that this process runs.
 
     It has more than 20 methods because the parts that claim, schedule and run lines share it: none of the methods has
     more than a few statements, and none waits.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, part: Part) -> None:
         self.batch = batch
+        self.part = part
         self.phase = Phase.RUNNING
         #: Lines that may start, by model.
         self.waiting: dict[str, deque[Line]] = {}
@@ -68,19 +68,22 @@ class RunningBatch:
         #: The task that starts lines, and those of the lines that run.
         self.starting: asyncio.Task[None] | None = None
         self.running: dict[int, asyncio.Task[None]] = {}
+        #: When lines were claimed or started last.
+        self.moved_at = time.monotonic()
         #: When lines may start, after a failure of the database.
         self.start_time = 0.0
         #: Results that are not written yet, whose offsets are not known.
         self.done: list[tuple[Done, bytes]] = []
-        #: The number of the last line that was read from the table, and whether there are more.
-        self.last = 0
+        #: Whether the table may have more lines that wait.
         self.more = True
-        #: The descriptors of the input and of the part with results; -1 for none.
+        #: The descriptors of the input and of the file with results; -1 for none.
         self.input = -1
         self.output = -1
+        #: Lines that were claimed, and whose bytes may not be in the file of the input yet.
+        self.unloaded: list[Line] = []
         #: Whether the last read of the input failed.
         self.unreadable = False
-        #: The bytes of the part; the bytes that are safe, and since when; and results that are not marked as safe yet.
+        #: The bytes of the file; the bytes that are safe, and since when; and results that are not marked as safe yet.
         self.size = 0
         self.safe = 0
         self.safe_at = time.monotonic()
@@ -88,9 +91,7 @@ class RunningBatch:
         #: Set when something has changed, and when results are to be written at once.
         self.woken = asyncio.Event()
         self.full = asyncio.Event()
-        #: Why it can only fail.
-        self.problems: Sequence[BatchError] = ()
-        #: The task that takes it from validation to its end.
+        #: The task that stores its results, and ends it.
         self.task: asyncio.Task[None] | None = None
 
     def close_input(self) -> None:
@@ -100,7 +101,7 @@ class RunningBatch:
             self.input = -1
 
     def close(self) -> None:
-        """Close the input and the part."""
+        """Close the input and the results."""
         self.close_input()
         if self.output >= 0:
             os.close(self.output)
@@ -108,36 +109,36 @@ class RunningBatch:
 
     @property
     def lost(self) -> bool:
-        """Whether another process has it."""
+        """Whether it was taken from this process."""
         return self.phase is Phase.LOST
 
-    def lose(self) -> None:
-        """Stop running the batch, because another process has it."""
+    def lose(self, *, ended: bool = False) -> None:
+        """Stop running the lines: the lease has expired, or the batch has *ended*."""
         if self.phase is Phase.LOST:
             return
         self.phase = Phase.LOST
-        _log.warning("batch lease lost", batch=self.batch.id)
+        # A process that was frozen has lost its lines, also when others have ended the batch since.
+        if self.running or not ended:
+            _log.warning("batch lease lost", batch=self.batch.id)
         for task in (self.task, *self.running.values()):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-
-    async def stop_lines(self) -> None:
-        """Cancel the lines that run, after those that are starting have started."""
-        if self.starting is not None:
-            await asyncio.wait([self.starting])
-        await cancel(*self.running.values())
 
     # Lines that wait
 
     @property
     def window(self) -> int:
-        """The number of lines that were read from the table and have not started."""
+        """The number of lines that were claimed and have not started."""
         return sum(map(len, self.waiting.values())) + len(self.quarantined)
 
     def ready(self, away: Container[str]) -> int:
-        """Return the number of those lines whose models are not *away*."""
-        waiting = sum(len(lines) for model, lines in self.waiting.items() if model not in away)
-        return waiting + sum(line.model not in away for line in self.quarantined)
+        """Return the number of those lines that are not quarantined, and whose models are not *away*."""
+        return sum(len(lines) for model, lines in self.waiting.items() if model not in away)
+
+    def claimed(self) -> Sequence[Line]:
+        """Return the lines that were claimed, and do not run."""
+        waiting = [line for lines in self.waiting.values() for line in lines]
+        return [*waiting, *self.quarantined, *(line for _, _, line in self.retrying)]
 
     def models(self) -> set[str]:
         """Return the models of the lines that wait."""
@@ -147,10 +148,11 @@ class RunningBatch:
         return models
 
     def add_waiting(self, lines: Sequence[Line]) -> None:
-        """Add lines that were read from the table. Lines that begin alike come together."""
+        """Add lines that were claimed. Lines that begin alike come together."""
+        self.unloaded += lines
+        self.moved_at = time.monotonic()
         first: dict[int, int] = {}
         for line in lines:
-            self.last = line.number
             first.setdefault(line.prefix, line.number)
         for line in sorted(lines, key=lambda line: (first[line.prefix], line.number)):
             if line.max_group:
@@ -172,10 +174,13 @@ class RunningBatch:
         heapq.heappush(self.retrying, (time.monotonic() + seconds, next(_order), line))
 
     def put_back_due(self, now: float) -> None:
-        """Put the lines back whose retry is due."""
+        """Put the lines back whose retry is due. They come after those that have not run: they may fail again."""
         while self.retrying and self.retrying[0][0] <= now:
             _, _, line = heapq.heappop(self.retrying)
-            self.put_back(line)
+            if line.max_group:
+                self.quarantined.append(line)
+            else:
+                self.waiting.setdefault(line.model, deque()).append(line)
 
     def drop_waiting(self) -> None:
         """Start no more lines."""
@@ -238,6 +243,11 @@ class RunningBatch:
     def active(self) -> bool:
         """Whether lines run or are about to."""
         return bool(self.running) or self.starting is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has lines without results that are marked."""
+        return bool(self.active or self.window or self.retrying or self.done or self.written)
 
     @property
     def idle(self) -> bool:

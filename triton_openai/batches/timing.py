@@ -4,6 +4,14 @@ from __future__ import annotations
 
 #: Between two looks at the tables, and the longest wait for an event.
 POLL = 1.0
+#: Between two looks at the tables where PostgreSQL notifies this process of changes.
+NOTIFIED_POLL = 5.0
+#: Between two looks at the file of changes.
+WATCH = 0.2
+#: After which lines that cannot start here are given back, so that other processes run them.
+GIVE_BACK = 5.0
+#: Between two looks at the slots of a model.
+SLOTS = 1.0
 #: Before what failed because of the disk or the database is tried again.
 TROUBLE = 2.0
 #: For which results are collected before they are written together.

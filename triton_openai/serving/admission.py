@@ -24,6 +24,8 @@ from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.
 _MAX_LOOP_LAG = 1.0
+# After these seconds without a live request for a model, lines of batches get the share that is kept for such requests.
+_LIVE_SECONDS = 60.0
 _Task = asyncio.Task[Any] | None
 
 
@@ -57,6 +59,8 @@ class Admission:
         self.running = self._model_draining.running
         #: The waiting requests, in the order in which they came: each with its model, its task and its key.
         self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task, str | None]] = OrderedDict()
+        # When other requests than lines of batches were there last, by model.
+        self._live_at: dict[str, float] = {}
         # The lines of batches that run, with their models.
         self._lines: dict[_Task, str] = {}
         self.replace(settings)
@@ -83,6 +87,8 @@ class Admission:
         the event loop is late, and when the wait was too long; and :class:`ModelUnloading` if the model is being
         unloaded.
         """
+        if record.batch is None:
+            self._live_at[model] = time.monotonic()
         self.check(model)
         task = asyncio.current_task()
         if self._total() < self._limit and self._has_room(model):
@@ -101,8 +107,9 @@ class Admission:
         """
         Return whether another line of a batch may run for *model*, where *lines* do already, or are about to.
 
-        They have this *share* of the model's limit at most, and of what live requests leave free. Capacity for one live
-        request stays free, if there are any. No line begins while a live request waits for the model.
+        Beside live requests, they have this *share* of the model's limit at most, and of what live requests leave free,
+        and capacity for one more live request stays free. Without live requests for a while, they have all of it. No
+        line begins while a live request waits for the model.
         """
         if self._lag() > _MAX_LOOP_LAG or self._is_awaited(model):
             return False
@@ -110,6 +117,8 @@ class Admission:
         live = len(self.running.get(model, ())) - own
         limit = min(self._model_limit, self._capacity(model))
         free = min(limit - live, self._limit - (self._total() - own))
+        if live == 0 and time.monotonic() - self._live_at.get(model, -math.inf) > _LIVE_SECONDS:
+            share = 1.0
         max_lines = share * free
         if live > 0:
             max_lines = min(max_lines, free - 1)
@@ -140,7 +149,8 @@ class Admission:
 
     def leave(self, model: str, task: _Task) -> None:
         """Count the request of *task*, which was admitted for *model*, out."""
-        self._lines.pop(task, None)
+        if self._lines.pop(task, None) is None:
+            self._live_at[model] = time.monotonic()
         self._model_draining.leave(model, task)
         self.admit()
 

@@ -21,6 +21,8 @@ from triton_openai.storage.store import Store
 
 #: The stores by the schemes of their URLs, PostgreSQL as well as those of other packages.
 ENTRY_POINT_GROUP = "triton_openai.stores"
+# After which the connections of batches that no operation uses are closed: many processes may wait for work.
+_IDLE_SECONDS = 2.0
 #: The schemes of the store in Redis, which earlier releases had.
 _REDIS = frozenset(("redis", "rediss", "unix"))
 
@@ -70,4 +72,5 @@ def open_batch_store(url: str) -> tuple[BatchStore, Path | None]:
     except ImportError as error:
         advice = f"It needs the extra 'postgresql': {install_advice('postgresql')}."
         raise ConfigurationError(f"--batches-store: PostgreSQL cannot be used: {error}. {advice}") from error
-    return BatchStore(PostgresDatabase(url, lacking, namespace="openai_batches")), None
+    database = PostgresDatabase(url, lacking, namespace="openai_batches", idle_seconds=_IDLE_SECONDS)
+    return BatchStore(database), None

@@ -105,7 +105,10 @@ class Batch(msgspec.Struct, kw_only=True):
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     #: The input tokens of all lines by Triton model, about, for models with a limit of them.
     enqueued: dict[str, int] = {}
+    #: Counts the claims of the batch.
     generation: int = 0
+    #: The number of its last part.
+    parts: int = 0
 
     @property
     def open(self) -> bool:
@@ -150,8 +153,19 @@ def next_group(size: int) -> int:
     return max(1, size // _GROUP_DIVISOR)
 
 
+class Part(NamedTuple):
+    """
+    A part of a batch: lines that one process has claimed, and a file with their results.
+
+    A process has one part of a batch at a time. A number is never used again.
+    """
+
+    batch: str
+    number: int
+
+
 class Done(NamedTuple):
-    """A line that has ended: the bytes of its result in the part of the generation that ran it, and its usage."""
+    """A line that has ended: the bytes of its result in the file of its part, and its usage."""
 
     number: int
     state: int
@@ -167,11 +181,10 @@ class Result(NamedTuple):
 
     number: int
     state: int
-    #: The generation of the batch that wrote the part.
     part: int
     offset: int
     length: int
 
 
 class LeaseLost(Exception):
-    """Another process has claimed the batch, or the batch has ended."""
+    """Another process has claimed the batch or the lines of the part, or the batch has ended."""

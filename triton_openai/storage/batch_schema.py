@@ -34,6 +34,29 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         # The process that runs quarantined lines.
         "CREATE TABLE quarantine (number INTEGER PRIMARY KEY, holder TEXT NOT NULL, until DOUBLE PRECISION NOT NULL)",
     ),
+    (
+        # Part 0 is the batch itself. The columns `holder` and `until` of a batch are the lease of an earlier release.
+        "CREATE TABLE lease (batch TEXT NOT NULL, part BIGINT NOT NULL, holder TEXT NOT NULL,"
+        " until DOUBLE PRECISION NOT NULL, PRIMARY KEY (batch, part))",
+        "CREATE INDEX lease_holder ON lease (holder)",
+        # The number of the last part. Earlier releases used the generation as the number of a part.
+        "ALTER TABLE batch ADD COLUMN parts BIGINT NOT NULL DEFAULT 0",
+        "UPDATE batch SET parts = generation",
+        "CREATE INDEX batch_open_owner ON batch (owner) WHERE open = 1",
+        # An order that no other index has: over the primary key, the database would read all lines that have ended.
+        "DROP INDEX line_waiting",
+        "CREATE INDEX line_waiting ON line (batch, (number + 0)) WHERE state = 0",
+        "CREATE INDEX line_quarantined ON line (batch, number) WHERE state = 0 AND max_group > 0",
+        # How many lines for a model each process runs, and how many it could run.
+        "CREATE TABLE slot (model TEXT NOT NULL, holder TEXT NOT NULL, wanted INTEGER NOT NULL, taken INTEGER NOT NULL,"
+        " until DOUBLE PRECISION NOT NULL, PRIMARY KEY (model, holder))",
+        # The bytes of complete files and of batches. Uploads are counted in the table of files.
+        "CREATE TABLE owner_bytes (owner TEXT PRIMARY KEY, bytes BIGINT NOT NULL)",
+        "CREATE INDEX file_uploading ON file (owner) WHERE state = 'uploading'",
+        "INSERT INTO owner_bytes (owner, bytes) SELECT owner, CAST(SUM(bytes) AS BIGINT) FROM (SELECT owner,"
+        " bytes + 4096 AS bytes FROM file WHERE state <> 'uploading' AND COALESCE(expires, 1) > 0"
+        " UNION ALL SELECT owner, 4096 AS bytes FROM batch) counted GROUP BY owner",
+    ),
 )
 
 #: Returns the migrations that a schema of some version lacks.
@@ -41,7 +64,10 @@ lacking = partial(missing, "batches", MIGRATIONS)
 #: The columns of each table that the statements use.
 TABLES: Mapping[str, str] = {
     "file": "id, owner, purpose, filename, bytes, created, expires, state",
-    "batch": "id, owner, kind, input, open, created, holder, generation, until, detail",
+    "batch": "id, owner, kind, input, open, created, holder, generation, until, detail, parts",
+    "lease": "batch, part, holder, until",
+    "slot": "model, holder, wanted, taken, until",
+    "owner_bytes": "owner, bytes",
     "line": "batch, number, place, length, model, prefix, state, attempts, part, part_place, part_length, running,"
     " max_group, triton_deaths",
     "place": "number, id",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 
 from triton_openai.storage.batch_schema import TABLES
 from triton_openai.storage.batch_table import BatchTable
-from triton_openai.storage.batch_tables import LONG_TIMEOUT, failed_write
+from triton_openai.storage.batch_tables import CHANNEL, LONG_TIMEOUT, failed_write
 from triton_openai.storage.enqueued_table import EnqueuedTable
 from triton_openai.storage.file_table import FileTable
 from triton_openai.storage.lease_table import LeaseTable
 from triton_openai.storage.line_table import LineTable
+from triton_openai.storage.slot_table import SlotTable
 from triton_openai.storage.sql import Database
 
 
@@ -24,6 +26,7 @@ class BatchStore:
         self.leases = LeaseTable(database)
         self.lines = LineTable(database)
         self.enqueued = EnqueuedTable(database)
+        self.slots = SlotTable(database)
 
     async def verify(self) -> None:
         """
@@ -33,6 +36,17 @@ class BatchStore:
         """
         try:
             await self._database.verify(TABLES, timeout=LONG_TIMEOUT)
+        except (OSError, sqlite3.Error) as error:
+            raise failed_write(error) from error
+
+    async def listen(self, notify: Callable[[], None]) -> bool:
+        """
+        Call *notify* whenever a process has changed what others wait for; return whether the database can do so.
+
+        Call it again from time to time: it connects again where the connection was lost. Raises :class:`ServiceError`.
+        """
+        try:
+            return await self._database.listen(CHANNEL, notify)
         except (OSError, sqlite3.Error) as error:
             raise failed_write(error) from error
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from triton_openai.storage.batch_records import Batch, StoredFile
+from triton_openai.storage.batch_records import Batch, BatchError, StoredFile
 from triton_openai.storage.batch_tables import (
     BATCH_COLUMNS,
-    EXCLUDE_WRITERS,
+    NOTIFY,
+    ROW_SIZE,
     Tables,
+    add_bytes,
     batch_of_row,
     bytes_of_owner,
     encoded,
@@ -34,16 +37,15 @@ class BatchTable(Tables):
 
         Its owner may have *max_open* batches that have not ended, and *max_total* bytes of files and batches.
         """
-        yield (EXCLUDE_WRITERS,)
+        total = yield from bytes_of_owner(batch.owner)
         rows = yield "SELECT COUNT(*) FROM batch WHERE open = 1 AND owner = $1", batch.owner
         if rows[0][0] >= max_open:
             return "too many"
-        total = yield from bytes_of_owner(batch.owner)
         if total > max_total:
             return "no room"
         if batch.input != batch.id:
             files = yield (
-                "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2)",
+                "SELECT 1 FROM file WHERE id = $1 AND (expires IS NULL OR expires > $2) FOR UPDATE",
                 *(batch.input, batch.created),
             )
             if not files:
@@ -53,6 +55,8 @@ class BatchTable(Tables):
             " VALUES ($1, $2, $3, $4, 1, $5, '', 0, 0, $6)",
             *(batch.id, batch.owner, batch.kind, batch.input, batch.created, encoded(batch)),
         )
+        yield from add_bytes(batch.owner, ROW_SIZE)
+        yield (NOTIFY,)
         return "added"
 
     @operation()
@@ -88,10 +92,10 @@ class BatchTable(Tables):
     def open_batches(self) -> Steps[Sequence[tuple[Batch, bool]]]:
         """Return the batches that have not ended, each with whether lines of it wait."""
         rows = yield (
-            "SELECT detail, generation, EXISTS (SELECT 1 FROM line WHERE line.batch = b.id AND line.state = 0)"
+            f"SELECT {BATCH_COLUMNS}, EXISTS (SELECT 1 FROM line WHERE line.batch = b.id AND line.state = 0)"
             " FROM batch b WHERE b.open = 1",
         )
-        return [(batch_of_row(row), bool(row[2])) for row in rows]
+        return [(batch_of_row(row), bool(row[3])) for row in rows]
 
     @operation(write=True)
     def change(self, batch_id: str, change: Callable[[Batch], None]) -> Steps[Batch | None]:
@@ -100,6 +104,7 @@ class BatchTable(Tables):
         if batch is not None:
             change(batch)
             yield from update_batch(batch)
+            yield (NOTIFY,)
         return batch
 
     @operation(write=True)
@@ -108,25 +113,60 @@ class BatchTable(Tables):
         locked = yield from lock_leased(batch)
         change(locked)
         yield from update_batch(locked)
+        yield (NOTIFY,)
+        return locked
+
+    @operation(write=True)
+    def report(self, batch_id: str, problems: Sequence[BatchError]) -> Steps[None]:
+        """Note that an open batch can only fail, and why. The processes that run its lines stop."""
+        batch = yield from lock_batch(batch_id)
+        if batch is not None and not batch.problems:
+            batch.problems = list(problems)
+            yield from update_batch(batch)
+            yield (NOTIFY,)
+
+    @operation(write=True)
+    def decide(self, batch: Batch, change: Callable[[Batch], None]) -> Steps[Batch | None]:
+        """
+        Apply *change* to *batch*, after which no process claims lines of it, and return it.
+
+        Returns ``None`` while a process has a part of it, unless all its lines have results.
+        """
+        locked = yield from lock_leased(batch)
+        parts = yield "SELECT 1 FROM lease WHERE batch = $1 AND part > 0 LIMIT 1", batch.id
+        if parts and locked.unfinished:
+            return None
+        change(locked)
+        yield from update_batch(locked)
         return locked
 
     @operation(write=True, long=True)
     def end(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Steps[Batch]:
-        """End *batch* by *change*, add its *files*, and delete its lines, in one transaction; return the batch."""
+        """
+        End *batch* by *change*, add its *files*, and delete its lines and leases, in one transaction.
+
+        Returns the batch.
+        """
         locked = yield from lock_leased(batch)
         for file in files:
             yield from insert_file(file)
         change(locked)
         yield from update_batch(locked)
         yield "DELETE FROM line WHERE batch = $1", batch.id
+        yield "DELETE FROM lease WHERE batch = $1", batch.id
+        yield (NOTIFY,)
         return locked
 
     @operation(write=True)
     def delete(self, batch_id: str) -> Steps[None]:
         """Delete a batch that has ended."""
-        yield "DELETE FROM batch WHERE id = $1 AND open = 0", batch_id
+        rows = yield "DELETE FROM batch WHERE id = $1 AND open = 0 RETURNING owner", batch_id
+        for row in rows:
+            yield from add_bytes(row[0], -ROW_SIZE)
 
     @operation(write=True, long=True)
     def delete_ended(self, created_before: float) -> Steps[None]:
         """Delete the batches that were created before a time and have ended."""
-        yield "DELETE FROM batch WHERE open = 0 AND created < $1", created_before
+        rows = yield "DELETE FROM batch WHERE open = 0 AND created < $1 RETURNING owner", created_before
+        for owner, number in sorted(Counter(row[0] for row in rows).items()):
+            yield from add_bytes(owner, -number * ROW_SIZE)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from triton_openai import errors
-from triton_openai.storage.batch_records import Batch, LeaseLost
+from triton_openai.storage.batch_records import Batch, LeaseLost, Part
 from triton_openai.storage.sql import Database, Steps
 
 _T = TypeVar("_T")
@@ -21,9 +21,14 @@ LONG_TIMEOUT = 30.0
 #: Bytes that a file or a batch counts besides its contents, so that a limit of bytes limits their number, too.
 ROW_SIZE = 4096
 #: The columns of a batch for :func:`batch_of_row`.
-BATCH_COLUMNS = "detail, generation"
-#: An operation that reads all files or batches of an owner to decide excludes other writers of them.
-EXCLUDE_WRITERS = "LOCK TABLE file IN SHARE ROW EXCLUSIVE MODE"
+BATCH_COLUMNS = "detail, generation, parts"
+#: The end of the lease in the table of batches, once a process of this release has claimed the batch. Processes of
+#: earlier releases use that lease. They do not claim the batch any more, and those that have it are waited for.
+CLAIMED_HERE = 1e18
+#: The channel on which PostgreSQL notifies processes of changes for which they wait.
+CHANNEL = "openai_batches"
+#: Notifies the processes that wait. They are notified when the transaction ends.
+NOTIFY = f"NOTIFY {CHANNEL}"
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Batch).decode
@@ -68,6 +73,7 @@ def batch_of_row(row: Sequence[Any]) -> Batch:
     """Return the batch of a row of BATCH_COLUMNS."""
     batch = _decode(bytes(row[0]))
     batch.generation = row[1]
+    batch.parts = row[2]
     return batch
 
 
@@ -87,24 +93,50 @@ def lock_leased(batch: Batch) -> Steps[Batch]:
     return locked
 
 
+def lock_part(part: Part) -> Steps[None]:
+    """
+    Lock the lease of *part* until the transaction ends. Raises :class:`LeaseLost` if it was ended.
+
+    An operation that locks a batch and one of its parts locks the batch first.
+    """
+    rows = yield "SELECT 1 FROM lease WHERE batch = $1 AND part = $2 FOR UPDATE", part.batch, part.number
+    if not rows:
+        raise LeaseLost
+
+
 def update_batch(batch: Batch) -> Steps[None]:
     """Write *batch*, which is locked."""
     yield "UPDATE batch SET detail = $2, open = $3 WHERE id = $1", batch.id, _encode(batch), int(batch.open)
 
 
+def add_bytes(owner: str, number: int) -> Steps[int]:
+    """
+    Add *number* to the bytes of the complete files and the batches of *owner*, and return the sum.
+
+    Until the transaction ends, others that count for the owner wait. An operation that locks a batch locks it before
+    this, and files after this.
+    """
+    rows = yield (
+        "INSERT INTO owner_bytes (owner, bytes) VALUES ($1, $2) ON CONFLICT (owner) DO UPDATE"
+        " SET bytes = owner_bytes.bytes + $2 RETURNING bytes",
+        *(owner, number),
+    )
+    return int(rows[0][0])
+
+
 def bytes_of_owner(owner: str) -> Steps[int]:
     """
-    Return the bytes of the files and batches of *owner* that count for its limit.
+    Return the bytes of the files and batches of *owner* that count for its limit, and exclude others that count.
 
     Files that are being deleted do not count, nor do uploads that nobody renews: their process has ended.
     """
+    complete = yield from add_bytes(owner, 0)
     rows = yield (
-        f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND COALESCE(expires, 1) > 0"
-        " AND (state <> 'uploading' OR expires IS NULL OR expires > $2))"
-        f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
+        f"SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND state = 'uploading'"
+        " AND (expires IS NULL OR expires > $2)",
         *(owner, time.time()),
     )
-    return int(rows[0][0])
+    return complete + int(rows[0][0])
 
 
 def page_of_owner(

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from triton_openai.storage.batch_records import StoredFile
-from triton_openai.storage.batch_tables import EXCLUDE_WRITERS, Tables, bytes_of_owner, page_of_owner
+from triton_openai.storage.batch_tables import ROW_SIZE, Tables, add_bytes, bytes_of_owner, page_of_owner
 from triton_openai.storage.sql import Steps, operation
 
 _COLUMNS = "id, owner, purpose, filename, bytes, created, expires, state"
+# The files whose bytes are in the sum of their owner.
+_COUNTED = "state = 'processed' AND COALESCE(expires, 1) > 0"
 
 
 class FileTable(Tables):
     """The files of all owners, without their contents; see :class:`Tables` for the errors."""
 
     @operation(write=True)
-    def folder_id(self, new: str | None = None) -> Steps[str | None]:
-        """Return the name of the file that marks the folder or bucket of all files; set it to *new* if it has none."""
+    def bucket_id(self, new: str | None = None) -> Steps[str | None]:
+        """Return the name of the object that marks the bucket of all files; set it to *new* if there is none."""
         if new is not None:
             yield "INSERT INTO place (number, id) VALUES (1, $1) ON CONFLICT DO NOTHING", new
         rows = yield ("SELECT id FROM place",)
@@ -36,7 +39,6 @@ class FileTable(Tables):
 
         It counts until it expires, unless :meth:`renew_upload` is called before.
         """
-        yield (EXCLUDE_WRITERS,)
         total = yield from bytes_of_owner(file.owner)
         if total + file.bytes > max_total:
             return False
@@ -93,11 +95,19 @@ class FileTable(Tables):
     @operation(write=True)
     def expire(self, file_id: str) -> Steps[bool]:
         """Make a file expire now; return ``False`` if an open batch reads it, and leave it then."""
-        yield (EXCLUDE_WRITERS,)
+        owners = yield "SELECT owner FROM file WHERE id = $1", file_id
+        for row in owners:
+            yield from add_bytes(row[0], 0)
+        yield "SELECT 1 FROM file WHERE id = $1 FOR UPDATE", file_id
         readers = yield "SELECT 1 FROM batch WHERE open = 1 AND input = $1", file_id
         if readers:
             return False
+        counted = yield (
+            f"SELECT owner, bytes + {ROW_SIZE} FROM file WHERE id = $1 AND {_COUNTED}",
+            file_id,
+        )
         yield "UPDATE file SET expires = 0 WHERE id = $1", file_id
+        yield from _discount(counted)
         return True
 
     @operation()
@@ -113,7 +123,30 @@ class FileTable(Tables):
     @operation(write=True, long=True)
     def delete(self, file_ids: Sequence[str]) -> Steps[None]:
         """Delete files whose contents are deleted."""
-        yield "DELETE FROM file WHERE id IN EACH($1)", json.dumps(file_ids)
+        names = json.dumps(file_ids)
+        counted = yield (
+            f"SELECT owner, bytes + {ROW_SIZE} FROM file WHERE id IN EACH($1) AND {_COUNTED}",
+            names,
+        )
+        yield from _discount(counted)
+        yield "DELETE FROM file WHERE id IN EACH($1)", names
+
+    @operation()
+    def owners(self) -> Steps[Sequence[str]]:
+        """Return the owners of files."""
+        rows = yield ("SELECT owner FROM owner_bytes UNION SELECT owner FROM file",)
+        return [row[0] for row in rows]
+
+    @operation(write=True)
+    def recount(self, owner: str) -> Steps[None]:
+        """Count the bytes of *owner* again: processes of an earlier release do not keep the sum."""
+        before = yield from add_bytes(owner, 0)
+        rows = yield (
+            f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND {_COUNTED})"
+            f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
+            owner,
+        )
+        yield from add_bytes(owner, int(rows[0][0]) - before)
 
     @operation()
     def total_bytes(self) -> Steps[float]:
@@ -123,11 +156,22 @@ class FileTable(Tables):
 
 
 def insert_file(file: StoredFile) -> Steps[None]:
-    """Insert the row of *file*."""
+    """Insert the row of *file*, and count its bytes if it is complete."""
+    if file.state == "processed":
+        yield from add_bytes(file.owner, file.bytes + ROW_SIZE)
     yield (
         f"INSERT INTO file ({_COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
         *msgspec.structs.astuple(file),
     )
+
+
+def _discount(counted: Sequence[Sequence[Any]]) -> Steps[None]:
+    """Subtract bytes from the sums of owners; *counted* has an owner and bytes in each row."""
+    sums: Counter[str] = Counter()
+    for owner, size in counted:
+        sums[owner] += size
+    for owner, size in sorted(sums.items()):
+        yield from add_bytes(owner, -size)
 
 
 def _file(row: Sequence[Any]) -> StoredFile:

@@ -1,89 +1,162 @@
 """
-Leases: which process runs a batch, and which one runs quarantined lines.
+Leases: which process takes a batch to its end, which ones have parts of it, and which one runs quarantined lines.
 
-A lease has a generation that grows with each claim. A write of an older generation is refused, so a process that was
-frozen changes nothing after another one has claimed its batch. The clock of leases is that of the database.
+A batch has a generation that grows with each claim, and the number of a part is used once. A write for an older
+generation, or for a part that was ended, is refused. So a process that was frozen changes nothing after another one has
+its batch or its lines. The clock of leases is that of the database.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from triton_openai.storage.batch_records import Batch, next_group
-from triton_openai.storage.batch_tables import BATCH_COLUMNS, Tables, batch_of_row, lock_leased
+from triton_openai.storage.batch_records import Batch, Part, next_group
+from triton_openai.storage.batch_tables import (
+    BATCH_COLUMNS,
+    CLAIMED_HERE,
+    NOTIFY,
+    Tables,
+    batch_of_row,
+    lock_part,
+)
 from triton_openai.storage.sql import Steps, operation
+
+# Parts of processes that have ended whose lines are put back in one transaction.
+_MAX_ENDED = 16
+
+
+class Overview(NamedTuple):
+    """What a process has to compare with its own state."""
+
+    #: The batches that have not ended, the oldest first.
+    batches: Sequence[Batch]
+    #: The leases of the process: of batches with the number 0, and of parts.
+    leases: Collection[Part]
 
 
 class LeaseTable(Tables):
     """The leases of all processes; see :class:`Tables` for the errors."""
 
     @operation(write=True, long=True)
-    def claim(
-        self, holder: str, seconds: float, *, max_running: int, full: Collection[str] = ()
-    ) -> Steps[Batch | None]:
+    def claim(self, holder: str, seconds: float, *, full: Collection[str] = ()) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch without one, for *seconds*; return ``None`` if there is none.
 
         The owners with the fewest leased batches come first, then the oldest batches. Owners in *full* are left out.
-        Lines that ran when the last holder was lost wait again, quarantined, and a line that ran alone has a death
-        more. *max_running* is the number of lines that run at a time for a model: lines beyond it had an answer that
-        was not stored yet.
         """
-        rows = yield (
-            "SELECT b.id FROM batch b LEFT JOIN (SELECT owner, COUNT(*) AS number FROM batch WHERE open = 1"
-            " AND until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1 AND b.until < CLOCK()"
-            " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
-            " FOR UPDATE OF b SKIP LOCKED",
-            json.dumps([*full]),
-        )
-        if not rows:
-            return None
+        batch_id = ""
+        until = 0.0
+        leased: Sequence[Sequence[Any]] = ()
+        while not leased:
+            rows = yield (
+                "SELECT b.id, b.until FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
+                " (SELECT owner, COUNT(*) AS number FROM lease JOIN batch ON batch.id = lease.batch WHERE part = 0"
+                " AND lease.until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1"
+                " AND (b.until < CLOCK() OR b.until = $2) AND COALESCE(l.until, 0) < CLOCK()"
+                " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
+                " FOR UPDATE OF b SKIP LOCKED",
+                *(json.dumps([*full]), CLAIMED_HERE),
+            )
+            if not rows:
+                return None
+            batch_id, until = rows[0]
+            # None if another process has claimed it, or renewed its lease, while this one looked: it looks again.
+            leased = yield (
+                "INSERT INTO lease (batch, part, holder, until) VALUES ($1, 0, $2, CLOCK() + $3) ON CONFLICT"
+                " (batch, part) DO UPDATE SET holder = $2, until = CLOCK() + $3 WHERE lease.until < CLOCK()"
+                " RETURNING part",
+                *(batch_id, holder, seconds),
+            )
         claimed = yield (
-            "UPDATE batch SET holder = $2, until = CLOCK() + $3, generation = generation + 1 WHERE id = $1"
+            f"UPDATE batch SET holder = '', until = $2, generation = generation + 1 WHERE id = $1"
             f" RETURNING {BATCH_COLUMNS}",
-            *(rows[0][0], holder, seconds),
+            *(batch_id, CLAIMED_HERE),
         )
         batch = batch_of_row(claimed[0])
-        ran = yield "SELECT COUNT(*) FROM line WHERE batch = $1 AND state = 1 AND running = 1", batch.id
-        yield (
-            "UPDATE line SET running = 0, max_group = $2, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
-            " END WHERE batch = $1 AND state = 1 AND running = 1",
-            *(batch.id, next_group(min(ran[0][0], max_running))),
-        )
-        yield "UPDATE line SET state = 0 WHERE batch = $1 AND state = 1", batch.id
+        if until != CLAIMED_HERE:
+            yield from _put_back(batch_id, "")
+            yield (
+                "UPDATE batch SET parts = generation WHERE id = $1 AND parts < generation",
+                batch_id,
+            )
         return batch
 
     @operation()
-    def batches_of(self, holder: str) -> Steps[Mapping[str, Batch]]:
-        """Return the open batches whose last lease is that of *holder*, by their ids."""
-        rows = yield f"SELECT {BATCH_COLUMNS} FROM batch WHERE open = 1 AND holder = $1", holder
-        return {batch.id: batch for batch in map(batch_of_row, rows)}
+    def overview(self, holder: str) -> Steps[Overview]:
+        """Return the open batches, and the leases of *holder*."""
+        leases = yield "SELECT batch, part FROM lease WHERE holder = $1", holder
+        rows = yield (f"SELECT {BATCH_COLUMNS} FROM batch WHERE open = 1 ORDER BY created, id",)
+        return Overview([batch_of_row(row) for row in rows], {Part(*row) for row in leases})
 
     @operation()
     def holders(self) -> Steps[Collection[str]]:
         """Return the holders whose leases have not expired."""
-        rows = yield ("SELECT DISTINCT holder FROM batch WHERE open = 1 AND until >= CLOCK()",)
+        rows = yield (
+            "SELECT holder FROM lease WHERE until >= CLOCK() UNION"
+            " SELECT holder FROM batch WHERE open = 1 AND until >= CLOCK() AND until < $1",
+            CLAIMED_HERE,
+        )
         return {row[0] for row in rows}
 
     @operation(write=True)
     def renew(self, holder: str, seconds: float) -> Steps[None]:
         """Make the leases of *holder* expire in *seconds*."""
-        yield "UPDATE batch SET until = CLOCK() + $2 WHERE open = 1 AND holder = $1", holder, seconds
+        yield "UPDATE lease SET until = CLOCK() + $2 WHERE holder = $1", holder, seconds
         yield "UPDATE quarantine SET until = CLOCK() + $2 WHERE holder = $1 AND until >= CLOCK()", holder, seconds
 
     @operation(write=True)
     def expire_leases(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, whose process has ended."""
-        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1", holder
+        yield "UPDATE lease SET until = 0 WHERE holder = $1", holder
+        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1 AND until < $2", holder, CLAIMED_HERE
         yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+        yield "DELETE FROM slot WHERE holder = $1", holder
+        yield (NOTIFY,)
+
+    @operation(write=True)
+    def release(self, batch: Batch) -> Steps[None]:
+        """End the lease of *batch*, if it has the same generation."""
+        yield (
+            "DELETE FROM lease WHERE batch = $1 AND part = 0 AND EXISTS"
+            " (SELECT 1 FROM batch WHERE id = $1 AND generation = $2)",
+            *(batch.id, batch.generation),
+        )
+        yield (NOTIFY,)
 
     @operation(write=True, long=True)
-    def release(self, batch: Batch) -> Steps[None]:
-        """End the lease of *batch*. Lines that still run wait again."""
-        yield from lock_leased(batch)
-        yield "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1", batch.id
-        yield "UPDATE batch SET until = 0, holder = '' WHERE id = $1", batch.id
+    def release_part(self, part: Part) -> Steps[None]:
+        """End the lease of *part*. Its lines without results wait again, and none is to blame for anything."""
+        yield from lock_part(part)
+        yield (
+            "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1 AND part = $2",
+            *(part.batch, part.number),
+        )
+        yield "DELETE FROM lease WHERE batch = $1 AND part = $2", part.batch, part.number
+        yield (NOTIFY,)
+
+    @operation(write=True, long=True)
+    def end_parts(self) -> Steps[Mapping[Part, int]]:
+        """
+        End the parts whose leases have expired, and return how many lines of each ran.
+
+        Their lines without results wait again. Those that ran are quarantined, and a line that ran alone has a death
+        more.
+        """
+        rows = yield (
+            "SELECT batch, part FROM lease WHERE part > 0 AND until < CLOCK() ORDER BY batch, part LIMIT $1"
+            " FOR UPDATE SKIP LOCKED",
+            _MAX_ENDED,
+        )
+        ended: dict[Part, int] = {}
+        for row in rows:
+            part = Part(*row)
+            ended[part] = yield from _put_back(part.batch, " AND part = $2", part.number)
+            yield "DELETE FROM lease WHERE batch = $1 AND part = $2", part.batch, part.number
+        if ended:
+            yield (NOTIFY,)
+        return ended
 
     @operation(write=True)
     def enter_quarantine(self, holder: str, seconds: float) -> Steps[bool]:
@@ -104,3 +177,23 @@ class LeaseTable(Tables):
     def leave_quarantine(self, holder: str) -> Steps[None]:
         """End the lease of *holder* to run quarantined lines."""
         yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+
+
+def _put_back(batch_id: str, condition: str, *values: int) -> Steps[int]:
+    """
+    Make the lines of a batch without results wait again; return how many ran.
+
+    *condition* selects lines beside the batch, and its parameter ``$2`` is the only one of *values*.
+    """
+    claimed = f"batch = $1 AND state = 1{condition}"
+    rows = yield f"SELECT COUNT(*) FROM line WHERE {claimed} AND running = 1", batch_id, *values
+    ran = int(rows[0][0])
+    group = next_group(ran)
+    # The parameters of both statements are the same: a database refuses those that are not used.
+    yield (
+        f"UPDATE line SET running = 0, max_group = {group}, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
+        f" END WHERE {claimed} AND running = 1",
+        *(batch_id, *values),
+    )
+    yield f"UPDATE line SET state = 0 WHERE {claimed}", batch_id, *values
+    return ran

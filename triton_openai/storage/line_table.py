@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
-from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Result
-from triton_openai.storage.batch_tables import Tables, lock_leased, update_batch
+from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, LeaseLost, Line, Part, Result
+from triton_openai.storage.batch_tables import (
+    BATCH_COLUMNS,
+    CLAIMED_HERE,
+    NOTIFY,
+    Tables,
+    batch_of_row,
+    lock_batch,
+    lock_leased,
+    lock_part,
+    update_batch,
+)
 from triton_openai.storage.sql import Steps, operation
+
+_LINE_COLUMNS = "number, place, length, model, prefix, attempts, triton_deaths, max_group"
 
 
 class LineTable(Tables):
@@ -14,8 +27,9 @@ class LineTable(Tables):
 
     @operation(write=True, long=True)
     def clear(self, batch: Batch) -> Steps[None]:
-        """Delete all lines of *batch*."""
+        """Delete all lines of *batch*, and end its parts."""
         yield from lock_leased(batch)
+        yield "DELETE FROM lease WHERE batch = $1 AND part > 0", batch.id
         yield "DELETE FROM line WHERE batch = $1", batch.id
 
     @operation(write=True, long=True)
@@ -28,9 +42,70 @@ class LineTable(Tables):
             [(batch.id, line.number, line.offset, line.length, line.model, line.prefix) for line in lines],
         )
 
-    async def waiting(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
-        """Return *limit* lines that wait, by their numbers, which are greater than *after*."""
-        return await self._select(batch, "state = 0", after, limit)
+    @operation(write=True, long=True)
+    def analyze(self) -> Steps[None]:
+        """Have PostgreSQL look at the lines that were added: what it knows of the table decides how it claims lines."""
+        yield ("ANALYZE line",)
+
+    @operation(write=True)
+    def open_part(self, batch: Batch, holder: str, seconds: float) -> Steps[Part]:
+        """Give *holder* a part of *batch*, whose lease it has, for *seconds*."""
+        yield from lock_leased(batch)
+        return (yield from _open_part(batch.id, holder, seconds))
+
+    @operation(write=True, long=True)
+    def join(
+        self, batch_id: str, holder: str, seconds: float, limit: int, without: Collection[str] = ()
+    ) -> Steps[tuple[Batch, Part, Sequence[Line]] | None]:
+        """
+        Give *holder* a part of a batch for *seconds*, with lines that wait; see :meth:`claim`.
+
+        Returns ``None`` if no lines wait, or if none may run.
+        """
+        rows = yield (
+            f"SELECT {BATCH_COLUMNS} FROM batch WHERE id = $1 AND open = 1 AND until = $2 FOR UPDATE",
+            *(batch_id, CLAIMED_HERE),
+        )
+        if not rows:
+            return None
+        batch = batch_of_row(rows[0])
+        if batch.status != "in_progress" or batch.problems:
+            return None
+        lines = yield from _select_waiting(batch_id, limit, without)
+        if not lines:
+            return None
+        part = yield from _open_part(batch_id, holder, seconds)
+        yield from _assign(part, [line.number for line in lines])
+        return batch, part, lines
+
+    @operation(write=True, long=True)
+    def claim(self, part: Part, limit: int, without: Collection[str] = ()) -> Steps[Sequence[Line]]:
+        """
+        Claim *limit* lines that wait for *part*, in the order of their numbers, and as many quarantined ones.
+
+        Lines for the models *without* are left out. Other processes claim at the same time, and get other lines.
+        """
+        yield from lock_part(part)
+        lines = yield from _select_waiting(part.batch, limit, without)
+        yield from _assign(part, [line.number for line in lines])
+        return lines
+
+    @operation(write=True, long=True)
+    def assign(self, part: Part, numbers: Collection[int]) -> Steps[None]:
+        """Claim the lines *numbers* for *part*, which no other process can claim."""
+        yield from lock_part(part)
+        yield from _assign(part, numbers)
+
+    @operation(write=True, long=True)
+    def give_back(self, part: Part, numbers: Collection[int]) -> Steps[None]:
+        """Make lines that were claimed and do not run wait again, for any process."""
+        yield from lock_part(part)
+        yield (
+            "UPDATE line SET state = 0 WHERE batch = $1 AND part = $2 AND state = 1 AND running = 0"
+            " AND number IN NUMBERS($3)",
+            *(part.batch, part.number, json.dumps([*numbers])),
+        )
+        yield (NOTIFY,)
 
     async def unfinished(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines without a result, by their numbers, which are greater than *after*."""
@@ -39,63 +114,100 @@ class LineTable(Tables):
     @operation()
     def _select(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
         rows = yield (
-            "SELECT number, place, length, model, prefix, attempts, triton_deaths, max_group FROM line"
-            f" WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number LIMIT $3",
+            f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number"
+            " LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in rows]
 
-    async def mark_running(self, batch: Batch, numbers: Collection[int]) -> None:
+    async def mark_running(self, part: Part, numbers: Collection[int]) -> None:
         """Mark lines as running. They are quarantined if the process ends before :meth:`mark_stopped`."""
-        await self._set_running(batch, numbers, 1)
+        await self._set_running(part, numbers, 1)
 
-    async def mark_stopped(self, batch: Batch, numbers: Collection[int]) -> None:
+    async def mark_stopped(self, part: Part, numbers: Collection[int]) -> None:
         """Mark lines as claimed and not running: they have no result yet, and are not to blame if the process ends."""
-        await self._set_running(batch, numbers, 0)
+        await self._set_running(part, numbers, 0)
 
     @operation(write=True, long=True)
-    def _set_running(self, batch: Batch, numbers: Collection[int], running: int) -> Steps[None]:
-        yield from lock_leased(batch)
+    def _set_running(self, part: Part, numbers: Collection[int], running: int) -> Steps[None]:
+        yield from lock_part(part)
         yield (
-            "UPDATE line SET state = 1, running = $3 WHERE batch = $1 AND number = $2 AND state < 2",
-            [(batch.id, number, running) for number in numbers],
+            "UPDATE line SET running = $4 WHERE batch = $1 AND part = $2 AND state = 1 AND number IN NUMBERS($3)",
+            *(part.batch, part.number, json.dumps([*numbers]), running),
         )
 
     @operation(write=True)
-    def quarantine(self, batch: Batch, lines: Collection[Line]) -> Steps[None]:
+    def quarantine(self, part: Part, lines: Collection[Line]) -> Steps[None]:
         """Store the deaths and the largest groups of *lines*, and mark them as not running."""
-        yield from lock_leased(batch)
+        yield from lock_part(part)
         yield (
-            "UPDATE line SET state = 1, running = 0, triton_deaths = $3, max_group = $4 WHERE batch = $1"
-            " AND number = $2 AND state < 2",
-            [(batch.id, line.number, line.triton_deaths, line.max_group) for line in lines],
+            "UPDATE line SET running = 0, triton_deaths = $4, max_group = $5 WHERE batch = $1 AND part = $2"
+            " AND number = $3 AND state = 1",
+            [(part.batch, part.number, line.number, line.triton_deaths, line.max_group) for line in lines],
         )
 
     @operation(write=True, long=True)
-    def finish(self, batch: Batch, done: Sequence[Done]) -> Steps[Batch]:
-        """Store the results of lines; return *batch* with its new counts. Doing it again changes nothing."""
-        locked = yield from lock_leased(batch)
-        rows = yield "SELECT number FROM line WHERE batch = $1 AND state = 1", batch.id
+    def finish(self, part: Part, done: Sequence[Done]) -> Steps[Batch]:
+        """Store the results of lines; return the batch with its new counts. Doing it again changes nothing."""
+        batch = yield from lock_batch(part.batch)
+        if batch is None:
+            raise LeaseLost
+        yield from lock_part(part)
+        rows = yield "SELECT number FROM line WHERE batch = $1 AND state = 1 AND part = $2", part.batch, part.number
         claimed = {row[0] for row in rows}
         new = [line for line in done if line.number in claimed]
         yield (
-            "UPDATE line SET state = $3, part = $4, part_place = $5, part_length = $6 WHERE batch = $1 AND number = $2",
-            [(batch.id, line.number, line.state, batch.generation, line.offset, line.length) for line in new],
+            "UPDATE line SET state = $3, part_place = $4, part_length = $5 WHERE batch = $1 AND number = $2",
+            [(part.batch, line.number, line.state, line.offset, line.length) for line in new],
         )
         for line in new:
-            locked.usage.add(line.usage)
-        locked.succeeded += sum(line.state == SUCCEEDED for line in new)
-        locked.failed += sum(line.state == FAILED for line in new)
-        locked.exonerated += sum(line.exonerated for line in new)
-        yield from update_batch(locked)
-        return locked
+            batch.usage.add(line.usage)
+        batch.succeeded += sum(line.state == SUCCEEDED for line in new)
+        batch.failed += sum(line.state == FAILED for line in new)
+        batch.exonerated += sum(line.exonerated for line in new)
+        yield from update_batch(batch)
+        if not batch.unfinished:
+            yield (NOTIFY,)
+        return batch
 
     @operation()
-    def results(self, batch: Batch, after: tuple[int, int], limit: int) -> Steps[Sequence[Result]]:
-        """Return *limit* results in the order in which they were written, behind a part and an offset in it."""
+    def results(self, batch: Batch, after: int, limit: int) -> Steps[Sequence[Result]]:
+        """Return *limit* results by the numbers of their lines, which are greater than *after*."""
         rows = yield (
             "SELECT number, state, part, part_place, part_length FROM line WHERE batch = $1 AND state > 1"
-            " AND (part, part_place) > ($2, $3) ORDER BY part, part_place LIMIT $4",
-            *(batch.id, *after, limit),
+            " AND number > $2 ORDER BY number LIMIT $3",
+            *(batch.id, after, limit),
         )
         return [Result(*row) for row in rows]
+
+
+def _open_part(batch_id: str, holder: str, seconds: float) -> Steps[Part]:
+    """Give *holder* a new part of a batch that is locked."""
+    rows = yield "UPDATE batch SET parts = parts + 1 WHERE id = $1 RETURNING parts", batch_id
+    part = Part(batch_id, rows[0][0])
+    yield (
+        "INSERT INTO lease (batch, part, holder, until) VALUES ($1, $2, $3, CLOCK() + $4)",
+        *(part.batch, part.number, holder, seconds),
+    )
+    return part
+
+
+def _select_waiting(batch_id: str, limit: int, without: Collection[str]) -> Steps[Sequence[Line]]:
+    """Return *limit* lines that wait, and as many quarantined ones, for other models than *without*; lock them."""
+    lines: list[Line] = []
+    for condition in ("max_group = 0", "max_group > 0"):
+        rows = yield (
+            f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND state = 0 AND {condition}"
+            " AND model NOT IN EACH($2) ORDER BY number + 0 LIMIT $3 FOR UPDATE SKIP LOCKED",
+            *(batch_id, json.dumps([*without]), limit),
+        )
+        lines += [Line(*row) for row in rows]
+    return lines
+
+
+def _assign(part: Part, numbers: Collection[int]) -> Steps[None]:
+    """Claim lines for *part*."""
+    yield (
+        "UPDATE line SET state = 1, running = 0, part = $2 WHERE batch = $1 AND state = 0 AND number IN NUMBERS($3)",
+        *(part.batch, part.number, json.dumps([*numbers])),
+    )

@@ -30,6 +30,8 @@ _DIALECT = (
     (r"CLOCK\(\)", "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"),
     (r"PAIRS\((.*?)\)", r"(SELECT value->>0 AS key, value->>1 AS id FROM json_array_elements(CAST(\1 AS json)))"),
     (r"EACH\((.*?)\)", r"(SELECT json_array_elements_text(CAST(\1 AS json)))"),
+    # An array: for a subquery, PostgreSQL may read the whole table.
+    (r"IN NUMBERS\((.*?)\)", r"= ANY(ARRAY(SELECT CAST(json_array_elements_text(CAST(\1 AS json)) AS INTEGER)))"),
 )
 
 
@@ -57,15 +59,23 @@ class PostgresDatabase:
     The database of *url*, which several machines may share. A pooler in transaction mode may stand between.
 
     *lacking* returns the migrations that a schema of some version lacks. The tables are in the *namespace*, which
-    PostgreSQL calls a schema too; without one, in that of the user.
+    PostgreSQL calls a schema too; without one, in that of the user. Connections that are not used are closed after
+    *idle_seconds*.
     """
 
     def __init__(
-        self, url: str, lacking: Callable[[int], Sequence[tuple[int, Sequence[str]]]], *, namespace: str | None = None
+        self,
+        url: str,
+        lacking: Callable[[int], Sequence[tuple[int, Sequence[str]]]],
+        *,
+        namespace: str | None = None,
+        idle_seconds: float = 300.0,
     ) -> None:
         self._url = url
         self._lacking = lacking
         self._namespace = namespace
+        self._idle_seconds = idle_seconds
+        self._listening: Any = None
         self._connecting: asyncio.Task[Any] | None = None
         # What each transaction has to set, where a pooler between keeps no settings of sessions; else empty.
         self._pooled_settings = ""
@@ -104,7 +114,12 @@ class PostgresDatabase:
     async def _open(self, **options: Any) -> Any:
         """Return a pool as :meth:`_connect` does. Raises :class:`_Pooled` if a pooler drops the settings."""
         pool = await asyncpg.create_pool(
-            self._url, min_size=0, max_size=_MAX_CONNECTIONS, timeout=_CONNECT_SECONDS, **options
+            self._url,
+            min_size=0,
+            max_size=_MAX_CONNECTIONS,
+            timeout=_CONNECT_SECONDS,
+            max_inactive_connection_lifetime=self._idle_seconds,
+            **options,
         )
         try:
             async with pool.acquire() as connection:
@@ -202,8 +217,38 @@ class PostgresDatabase:
                 raise damaged_error("in PostgreSQL", error.__cause__) from error
             raise
 
+    async def listen(self, channel: str, notify: Callable[[], None]) -> bool:
+        """See :class:`triton_openai.storage.sql.Database`. A pooler in transaction mode passes no notifications on."""
+        if self._pooled_settings:
+            return False
+        if self._listening is not None and not self._listening.is_closed():
+            return True
+
+        def call(*_: object) -> None:
+            notify()
+
+        try:
+            connection = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    await connection.add_listener(channel, call)
+            except BaseException:
+                connection.terminate()
+                raise
+        except TimeoutError as error:
+            raise OSError(errno.ETIMEDOUT, "PostgreSQL does not answer") from error
+        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+        self._listening = connection
+        # What happened before the connection was there is unknown.
+        notify()
+        return True
+
     async def close(self) -> None:
         """Close all connections after the operations that were started before."""
+        if self._listening is not None:
+            self._listening.terminate()
+            self._listening = None
         task = self._connecting
         if task is None:
             return

@@ -34,7 +34,8 @@ _T = TypeVar("_T")
 Steps: TypeAlias = Generator[tuple[Any, ...], Sequence[Sequence[Any]], _T]
 
 # Each is a version of the schema; what is here is never changed, only added to. Statements have parameters `$1` and so
-# on; EACH($1) are the texts of a JSON array, and PAIRS($1) the arrays of a JSON array as columns `key` and `id`.
+# on; EACH($1) are the texts of a JSON array, NUMBERS($1) the integers of one, and PAIRS($1) the arrays of a JSON array
+# as columns `key` and `id`.
 # CLOCK() is the Unix time of the database, which is the same for all that use it.
 MIGRATIONS: Sequence[Sequence[str]] = (
     # No release has had the first three versions.
@@ -105,6 +106,13 @@ class Database(Protocol):
 
         Raises :class:`ConfigurationError` if tables are missing, damaged, or of a newer release; any other exception
         if the database does not answer.
+        """
+
+    async def listen(self, channel: str, notify: Callable[[], None]) -> bool:
+        """
+        Call *notify* for each ``NOTIFY`` of *channel* from now on; return whether the database can do so.
+
+        Further calls connect again if the connection was lost. Raises :class:`OSError`.
         """
 
     async def close(self) -> None:

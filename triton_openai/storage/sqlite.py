@@ -32,9 +32,11 @@ _DIALECT = (
         r"(SELECT json_extract(value, '$[0]') AS key, json_extract(value, '$[1]') AS id FROM json_each(\1))",
     ),
     (r"EACH\((.*?)\)", r"(SELECT value FROM json_each(\1))"),
+    (r"IN NUMBERS\((.*?)\)", r"IN (SELECT value FROM json_each(\1))"),
     # A transaction that writes has the whole file.
-    (r" FOR UPDATE( OF \w+ SKIP LOCKED)?$", ""),
-    (r"^LOCK TABLE .*", "SELECT 1"),
+    (r" FOR UPDATE( OF \w+)?( SKIP LOCKED)?$", ""),
+    # Processes of one machine notify each other by a file. An analysis would read the whole file.
+    (r"^(NOTIFY|ANALYZE) .*", "SELECT 1"),
     (r"\$(\d)", r"?\1"),
 )
 
@@ -181,6 +183,10 @@ class SqliteDatabase:
         finally:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
+
+    async def listen(self, channel: str, notify: Callable[[], None]) -> bool:
+        """See :class:`triton_openai.storage.sql.Database`. SQLite cannot notify processes."""
+        return False
 
     async def close(self) -> None:
         """Close the file, after all that was asked for before."""

@@ -155,6 +155,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     custom_id: str | None = None
     #: The ``traceparent`` of the request that made the batch, if it was traced.
     batch_trace: str = ""
+    #: The Triton to which a line goes if possible.
+    preferred_endpoint: str | None = None
     #: OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …); ``None`` for a request
     #: that is not inference.
     operation: str | None = None

@@ -60,11 +60,12 @@ def cache_blocks(families: Mapping[str, Sequence[str]]) -> Mapping[str, Mapping[
 
 
 class TritonMetrics:
-    """Reads Triton's own metrics at *url*."""
+    """Reads Triton's own metrics at *url*. A reader that is *quiet* logs no failures: nobody set the address."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, quiet: bool = False) -> None:
         self._url = url
-        self._failing = False
+        self._failing = quiet
+        self._quiet = quiet
 
     async def read(self) -> Mapping[str, Sequence[str]] | None:
         """Return them as :func:`parse` does, or ``None`` when Triton does not send them in time, which is logged."""
@@ -89,5 +90,5 @@ class TritonMetrics:
                 _log.warning("Triton's metrics cannot be read", url=self._url, reason=reason)
             self._failing = True
             return None
-        self._failing = False
+        self._failing = self._quiet
         return families

@@ -17,7 +17,8 @@ class Route:
     *among* are the names of the Tritons with the wanted variant of *model*, all if empty. Requests with the same *key*
     get the same Triton; without one, the beginning of the prompt and the *lora* adapter may be the key. *at* names the
     only Triton that may be used. *previous_attempts* are those of the same request for another variant. Without
-    *resends_lost*, a request is not retried after its Triton ended: the request may be the cause.
+    *resends_lost*, a request is not retried after its Triton ended: the request may be the cause. The first attempt
+    goes to the Triton that it *prefers*, if that takes requests.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Route:
         at: str | None = None,
         previous_attempts: Attempts | None = None,
         resends_lost: bool = True,
+        prefers: str | None = None,
     ) -> None:
         self._leasing = leasing
         self.model = model
@@ -42,6 +44,7 @@ class Route:
             self._key = key.encode("utf-8", "surrogatepass")
         self._lora = lora
         self._at = at
+        self._prefers = prefers
         self._prompt: str | None = None
         #: The name of the Triton that got the request last, and how many have got it.
         self.endpoint: str | None = None
@@ -67,7 +70,9 @@ class Route:
             return leasing.single
         at = self._at
         key = self._key
-        if at is None and prompt is not None:
+        if at is None and not attempts and self._takes_preferred():
+            at = self._prefers
+        elif at is None and prompt is not None:
             policy = leasing.policy(self.model)
             repeated = prompt == self._prompt and not attempts
             if repeated and policy != "round_robin" and leasing.takes(self.model, self.endpoint):
@@ -84,6 +89,12 @@ class Route:
         self.endpoint = lease.endpoint
         self.attempts = max(self.attempts, len(attempts) + 1)
         return lease
+
+    def _takes_preferred(self) -> bool:
+        """Return whether the preferred Triton is one of the wanted ones, and takes requests."""
+        if self._prefers is None or (self._among and self._prefers not in self._among):
+            return False
+        return self._leasing.takes(self.model, self._prefers)
 
     def may_retry(self, lease: Lease, error: Exception, attempts: Attempts) -> bool:
         """

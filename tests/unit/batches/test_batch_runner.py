@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
-from aiohttp.test_utils import TestServer
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -33,16 +32,18 @@ from tests.clock import Clock
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
-from triton_openai.app import SERVICE, create_app
+from triton_openai.app import create_app
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches import inputs, process_locks, quarantine, timing
+from triton_openai.batches import inputs, quarantine, timing
 from triton_openai.batches import results as results_module
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
+from triton_openai.batches.changes import Changes
 from triton_openai.batches.file_folder import Files
+from triton_openai.batches.first_tokens import FirstTokens
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import InputReader
-from triton_openai.batches.line_limits import FirstTokens, Limit, is_open
+from triton_openai.batches.line_limits import Limit, is_open
 from triton_openai.batches.process_locks import ProcessLocks
 from triton_openai.config.tree import BatchesSettings, FilesSettings, Settings
 from triton_openai.config.worker import Worker
@@ -56,8 +57,10 @@ OWNER = "me"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
-    for name in ("POLL", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
+    # Tests make a service busy for as long as they like.
+    monkeypatch.setattr(timing, "GIVE_BACK", 1000.0)
 
 
 class Host:
@@ -99,6 +102,23 @@ class Host:
     def has_room(self, target: str, running: int) -> bool:
         return not self.busy
 
+    share = 1.0
+
+    def tritons(self, target: str) -> int:
+        return max(1, len(self.endpoints(target)))
+
+    def slots_of(self, target: str) -> str:
+        return target
+
+    def endpoints(self, target: str) -> Sequence[str]:
+        return ()
+
+    def metrics_urls(self, target: str) -> Mapping[str, str]:
+        return {}
+
+    def queue_models(self, target: str) -> Sequence[str]:
+        return [target]
+
     def body_checker(self, batch: Batch) -> Callable[[bytes], None]:
         def check(body: bytes) -> None:
             if b"wrong type" in body:
@@ -137,7 +157,9 @@ class Host:
             return None
         return Reservation(self.limits, owner, self.limit, await self.limits.admit(owner, self.limit))
 
-    async def answer(self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None) -> Outcome:
+    async def answer(
+        self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None, endpoint: str = ""
+    ) -> Outcome:
         self.calls[custom_id] += 1
         self.order.append((batch.owner, custom_id))
         self.running.add(custom_id)
@@ -168,7 +190,8 @@ class Process:
         if place.files.startswith("s3:"):
             self.files = BucketFiles(*settings)
             self.files.folder = Path(tempfile.mkdtemp(dir=place.folder))
-            self.files.locks = ProcessLocks(self.files.folder, local=False)
+            self.files.locks = ProcessLocks(self.files.folder)
+            self.files.changes = Changes(self.files.folder)
         self.host = host or Host()
         self.metrics = Metrics(Worker())
         self.runner = BatchRunner(self.files, self.host, FirstTokens(), self.metrics)
@@ -192,6 +215,8 @@ class Process:
         tasks = [
             self.task,
             self.runner._sweeping,
+            self.runner._trouble._reading,
+            *(life.task for life in self.runner._claims.lives.values()),
             *self.runner._away._checks,
             *self.runner._away._probes.values(),
             *(
@@ -206,6 +231,7 @@ class Process:
         await asyncio.wait([task for task in tasks if task is not None])
         if self.runner._claims._lock >= 0:
             os.close(self.runner._claims._lock)
+        self.files.changes.close()
         if isinstance(self.files, BucketFiles):
             # Other machines do not see the lock: they wait until the leases have ended.
             await self.files.store.leases.expire_leases(self.runner._claims._holder)
@@ -418,17 +444,13 @@ def test_names_that_are_far_apart(tmp_path: Path) -> None:
 
 
 def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite on NFS is refused; where the file system is shared, PostgreSQL is not, and needs files that are too."""
+    """SQLite on NFS is refused."""
     files = Process(tmp_path).files
     assert files.unusable() is None
     assert files_module.file_system(tmp_path) not in ("", "nfs")
     mounts = f"1 2 0:1 / / rw - ext4 a b\n3 1 0:2 / {tmp_path} rw shared:1 - nfs4 server:/a rw\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: mounts)
     assert f"{tmp_path / 'db'} is on nfs4, where SQLite loses data" == files.unusable()
-    url = "postgresql://nobody@127.0.0.1:1/none"
-    assert Files(FilesSettings(store=f"dir:{tmp_path}"), BatchesSettings(store=url)).unusable() is None
-    with pytest.raises(errors.ConfigurationError, match="--files-store"):
-        Files(FilesSettings(), BatchesSettings(store=url))
 
 
 def test_names_of_models_have_a_length(tmp_path: Path) -> None:
@@ -467,64 +489,37 @@ def test_errors_of_wrong_parameters_have_a_size(tmp_path: Path) -> None:
     assert (1, []) == (len(reader.rejected), reader.problems)
 
 
-def _sharing(folder: Path, url: str) -> Files:
-    return Files(FilesSettings(store=f"dir:{folder}"), BatchesSettings(store=url))
+@every_case("store", ["dir", "dir:/somewhere"])
+def test_a_folder_that_replicas_share(store: str) -> None:
+    """Who has a folder with PostgreSQL learns at the start that replicas need a bucket."""
+    settings = Settings(
+        files=FilesSettings(store=store), batches=BatchesSettings(store="postgresql://nobody@127.0.0.1:1/none")
+    )
+    with pytest.raises(errors.ConfigurationError, match=r"--files-store: .* bucket.* s3://BUCKET.* not supported"):
+        create_app(settings)
 
 
-async def test_services_that_share_batches_share_files(postgresql: Server, tmp_path: Path) -> None:
-    """A service with another folder than the others on its PostgreSQL does not start; nor is it the same unmounted."""
-    url, folder = postgresql.url(), tmp_path / "shared"
-    one, same, other = _sharing(folder, url), _sharing(folder, url), _sharing(tmp_path / "other", url)
-    await asyncio.gather(one.check(), same.check())
-    with pytest.raises(errors.ConfigurationError, match=r"not the place .* 'shared-[0-9a-f]{32}' is not there"):
-        await other.check()
-    settings = Settings(files=other.settings, batches=BatchesSettings(store=url))
-    app = create_app(settings)
-    with pytest.raises(errors.ConfigurationError, match="not the place"):
-        async with TestServer(app):
-            pass
-    files = app[SERVICE].files
-    assert files is not None
-    await files.store.close()
-    batch = Batch(
-        id="b", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=1, window="24h", expires=1
-    )  # fmt: skip
-    with pytest.raises(FileNotFoundError):
-        await one.open_input(batch)
-    folder.rename(tmp_path / "away")
-    for work in (one.open_input(batch), one.open_part(batch, 1), one.write("file-2")):
-        with pytest.raises(errors.ConfigurationError, match="not the place"):
-            await work
-    (tmp_path / "away").rename(folder)
-    (await one.write("file-2")).close()
-    for files in (one, same, other):
-        await files.store.close()
-
-
-async def test_buckets_are_shared_as_folders_are(shared: Place, s3: Callable[[], Bucket]) -> None:
+async def test_services_with_different_buckets(shared: Place, s3: Callable[[], Bucket]) -> None:
     """With another bucket than the others on its PostgreSQL, a service takes no batch and no file."""
     other = Process(shared._replace(files=s3().url))
     async with process(shared) as one:
         done = await one.ended(await one.batch(NAMES[:1]))
-        with pytest.raises(errors.ConfigurationError, match="not the place"):
+        with pytest.raises(errors.ConfigurationError, match="not the bucket"):
             await other.files.write(done.input)
-        assert await one.files.store.files.folder_id() == other.files._folder_id
+        assert isinstance(other.files, BucketFiles)
+        assert await one.files.store.files.bucket_id() == other.files._bucket_id
     await other.files.store.close()
 
 
-def test_locks_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared folder may not share locks: nobody takes a process of another machine for dead."""
-    alone, shared = Process(tmp_path).files, _sharing(tmp_path / "files", "postgresql://nobody@127.0.0.1:1/none")
-    lock = alone.locks.lock("a")
-    assert not alone.locks.is_stale("a")
+def test_locks_of_processes(tmp_path: Path) -> None:
+    """A process is dead when nobody has its lock; one of another machine, which has none here, is not."""
+    locks = Process(tmp_path).files.locks
+    lock = locks.lock("a")
+    assert not locks.is_stale("a")
     os.close(lock)
-    assert alone.locks.is_stale("a")
-    assert shared.locks.is_stale("a")
-    monkeypatch.setattr(process_locks, "_machine", lambda: b"another")
-    assert alone.locks.is_stale("a")
-    assert not shared.locks.is_stale("a")
-    # It does not stay for that.
-    assert ["a.lock"] == list(shared.locks.stale_before(time.time() + 1))
+    assert locks.is_stale("a")
+    assert not locks.is_stale("of another machine")
+    assert ["a.lock"] == list(locks.stale_before(time.time() + 1))
 
 
 async def test_small_oddities_of_inputs(tmp_path: Path) -> None:
@@ -634,6 +629,11 @@ async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
         assert 20 == (await one.ended(batch)).succeeded
 
 
+def _waits(one: Process, batch: Batch) -> bool:
+    running = one.runner._batches.get(batch.id)
+    return running is not None and running.window > 0
+
+
 async def test_owners_take_turns(tmp_path: Path) -> None:
     """A small batch of one owner does not wait for a large one of another."""
     async with process(tmp_path) as one:
@@ -641,8 +641,8 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         large = await one.batch([f"large-{number}" for number in range(100)], name="batch_1")
         small = await one.batch(["small-0", "small-1"], name="batch_2", owner="you")
         for batch in (large, small):
-            # Its lines are read, and wait.
-            await one.until(batch, lambda found: found.status == "in_progress" and one.runner._batches[found.id].window)
+            # Its lines are claimed, and wait.
+            await one.until(batch, lambda found: _waits(one, found))
         one.host.busy = False
         assert "completed" == (await one.ended(small)).status
         last = [name for _, name in one.host.order].index("small-1")
@@ -806,7 +806,8 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
             assert {one.runner._claims._holder} == set(await one.files.store.leases.holders())
-            assert await one.files.store.leases.claim("other", 60, max_running=1) is None
+            assert await one.files.store.leases.claim("other", 60) is None
+            assert {} == await one.files.store.leases.end_parts()
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 
@@ -830,7 +831,7 @@ async def test_a_frozen_process_writes_nothing(place: Place) -> None:
         frozen.host.may_answer.set()
         await asyncio.wait([task for task in [held.task] if task is not None], timeout=5)
         with pytest.raises(LeaseLost):
-            await frozen.files.store.lines.mark_running(held.batch, [1])
+            await frozen.files.store.lines.mark_running(held.part, [1])
         assert done == await other.seen(batch)
         assert {name: [200] for name in NAMES} == other.results(done)
     await frozen.die()
@@ -1000,7 +1001,7 @@ async def test_a_bucket_that_is_away_pauses_batches(shared: Place, monkeypatch: 
 async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that has ended is not among the open ones, which does not mean that another process has it."""
     async with process(place) as one:
-        held, finish, looks = one.files.store.leases.batches_of, one.files.store.batches.end, 0
+        held, finish, looks = one.files.store.leases.overview, one.files.store.batches.end, 0
 
         async def counted(holder: str) -> Any:
             nonlocal looks
@@ -1015,7 +1016,7 @@ async def test_a_batch_that_ends_while_leases_are_read(place: Place, monkeypatch
                 await asyncio.sleep(0.002)
             return done
 
-        monkeypatch.setattr(one.files.store.leases, "batches_of", counted)
+        monkeypatch.setattr(one.files.store.leases, "overview", counted)
         monkeypatch.setattr(one.files.store.batches, "end", late)
         done = await one.ended(await one.batch(NAMES))
         assert {name: [200] for name in NAMES} == one.results(done)
@@ -1116,8 +1117,8 @@ async def test_an_operator_sees_batches_in_the_metrics(tmp_path: Path, monkeypat
         monkeypatch.setattr(results_module, "write_at", write_at)
         one.host.may_answer.clear()
         batch = await one.batch(NAMES[:3])
-        await one.until(batch, lambda _: len(one.host.running) == 2)
-        await counted(one, running=2, limit_M=2, es_paused=0)
+        await one.until(batch, lambda _: len(one.host.running) == 3)
+        await counted(one, running=3, limit_M=4, es_paused=0)
         full = True
         one.host.may_answer.set()
         await counted(one, running=0, es_paused=1)
@@ -1148,19 +1149,24 @@ async def test_an_input_that_is_gone(tmp_path: Path) -> None:
 
 def test_limits() -> None:
     """The number of lines grows by one for each window without trouble, and is halved by trouble."""
-    limit = Limit(8)
-    assert 4 == limit.allowed
-    for _ in range(4):
-        limit.succeeded(8)
-    assert 5 == limit.allowed
+    limit = Limit(64)
+    limit.running = 64
+    assert 8 == limit.allowed
+    for _ in range(16):
+        limit.succeeded()
+    assert 24 == limit.allowed
     began = time.monotonic()
     limit.overloaded(began)
     limit.overloaded(began)
-    assert 2 == limit.allowed
-    for _ in range(3):
+    assert 12 == limit.allowed
+    for _ in range(12):
+        limit.succeeded()
+    assert 13 == limit.allowed
+    for _ in range(4):
         limit.overloaded(time.monotonic())
     assert 1 == limit.allowed
-    assert limit.has_room(8)
+    limit.running = 0
+    assert limit.has_room
 
 
 @pytest.mark.parametrize(
@@ -1185,7 +1191,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self._loop = asyncio.Runner()
         self._patch = pytest.MonkeyPatch()
-        for name in ("POLL", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+        for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
             self._patch.setattr(timing, name, 0.001)
         # Processes die often here, and lines are not to blame.
         self._patch.setattr(quarantine, "_MAX_PROCESS_DEATHS", 1000)
@@ -1271,7 +1277,7 @@ class Life(RuleBasedStateMachine):
             self.process.host.refused = old.host.refused
             for batch in self._made:
                 if (await self.process.seen(batch)).open:
-                    ended = {row.number for row in await self.process.files.store.lines.results(batch, (0, -1), 1000)}
+                    ended = {row.number for row in await self.process.files.store.lines.results(batch, 0, 1000)}
                     self._ended_before[batch.id] = ended
             self.process.start()
 

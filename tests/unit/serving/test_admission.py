@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clock import Clock
 from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceOverloaded
@@ -345,14 +346,14 @@ def most_lines(admission: Admission, model: str = "m", share: float = 0.8) -> in
     "limits, share, live, lines",
     [
         ({}, 0.8, 50, 100),
-        # A part of the limit, and with live requests a part of what they leave, but for one place.
-        ({"max_running_requests_per_model": 10}, 0.8, 0, 8),
+        # All without live requests; with them, a part of what they leave, but for one place.
+        ({"max_running_requests_per_model": 10}, 0.8, 0, 10),
         ({"max_running_requests_per_model": 10}, 0.8, 2, 7),
         ({"max_running_requests_per_model": 10}, 0.8, 5, 4),
         ({"max_running_requests_per_model": 10}, 0.8, 8, 1),
         ({"max_running_requests_per_model": 10}, 0.8, 9, 0),
         ({"max_running_requests_per_model": 10}, 1.0, 5, 4),
-        ({"max_running_requests_per_model": 4}, 0.8, 0, 3),
+        ({"max_running_requests_per_model": 4}, 0.8, 0, 4),
         ({"max_running_requests_per_model": 1}, 0.8, 0, 1),
         ({"max_running_requests_per_model": 1}, 0.8, 1, 0),
         ({"max_running_requests": 10}, 0.5, 4, 3),
@@ -372,6 +373,18 @@ async def test_lines_have_a_share_of_what_is_free(limits: dict[str, Any], share:
     for visitor in [*visitors, *running]:
         await visitor.leave()
     assert not admission._lines
+
+
+async def test_room_for_live_requests_is_kept_for_a_while(clock: Clock) -> None:
+    """Lines get the share of live requests when none has been there for a minute."""
+    admission = gate(max_running_requests_per_model=10)
+    visitor = Visitor(admission)
+    await settled()
+    await visitor.leave()
+    clock.advance(59)
+    assert 8 == most_lines(admission)
+    clock.advance(2)
+    assert 10 == most_lines(admission)
 
 
 async def test_no_line_begins_while_live_requests_wait() -> None:

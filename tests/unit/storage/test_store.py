@@ -581,14 +581,12 @@ async def test_a_pooler_in_transaction_mode(pgbouncer: Callable[[], str]) -> Non
         *(batches[place % 2].batches.add(batch, max_open=99, max_total=10**9) for place, batch in enumerate(made))
     )
     assert ["added"] * 12 == added
-    claimed = await asyncio.gather(
-        *(batches[place % 2].leases.claim(f"holder-{place}", 60.0, max_running=99) for place in range(12))
-    )
+    claimed = await asyncio.gather(*(batches[place % 2].leases.claim(f"holder-{place}", 60.0) for place in range(12)))
     assert 12 == len({batch.id for batch in claimed if batch is not None})
     first = claimed[0]
     assert first is not None
     await batches[0].lines.add(first, [Line(number, 0, 1, "m", 0) for number in range(300)])
-    assert 300 == len(await batches[1].lines.waiting(first, -1, 1000))
+    assert 300 == len(await batches[1].lines.unfinished(first, -1, 1000))
     for batch_store in batches:
         await batch_store.verify()
         await batch_store.close()

@@ -138,9 +138,12 @@ class Settings(SettingsGroup, frozen=True):
     @property
     def triton_metrics_url(self) -> str:
         """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
-        if self.metrics.triton_url:
-            return self.metrics.triton_url
-        host = urlsplit(self.triton.url[0]).hostname or "localhost"
-        if ":" in host:
-            host = f"[{host}]"
-        return f"http://{host}:8002/metrics"
+        return self.metrics.triton_url or metrics_url(self.triton.url[0])
+
+
+def metrics_url(url: str) -> str:
+    """Return where the Triton at *url* has its metrics by default."""
+    host = urlsplit(url).hostname or "localhost"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:8002/metrics"

@@ -116,17 +116,25 @@ class BatchesSettings(SettingsGroup, frozen=True):
     ] = None
     max_batches: Annotated[Count, file_only("Most batches of one key that have not ended.")] = 100
     max_running: Annotated[
-        Count, file_only("Most requests of batches that run for one model, divided among the workers.", live=True)
-    ] = 8
+        Count,
+        file_only(
+            "Most requests of batches that run for one model at one Triton, over all workers and replicas.", live=True
+        ),
+    ] = 256
     max_share: Annotated[
         float,
         Meta(gt=0, le=1),
-        file_only("Requests of batches take at most this part of max_running_requests_per_model.", live=True),
+        file_only(
+            "Beside other requests, those of batches take at most this part of max_running_requests_per_model, and of"
+            " max_running_requests_per_endpoint.",
+            live=True,
+        ),
     ] = 0.8
     live_first_token: Annotated[
         Seconds | None,
         file_only(
-            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token."
+            "Run fewer requests of batches while 1 in 20 other requests waits longer than this for its first token; by "
+            "default, longer than without requests of batches."
         ),
     ] = None
     request_timeout: Annotated[Seconds, file_only("Longest time for a request of a batch.", live=True)] = 3600.0

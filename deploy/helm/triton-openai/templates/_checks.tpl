@@ -50,18 +50,11 @@
 {{- fail (printf "settings.batches.store is not accepted with PostgreSQL: %s: name a Secret in persistence.postgresql." $secret) }}
 {{- end }}
 {{- if .postgresql.existingSecret }}
-{{- if and $several .enabled (not (has "ReadWriteMany" .accessModes)) }}
-{{- fail "persistence.enabled with several replicas needs accessModes [ReadWriteMany], so that all of them mount the volume; with settings.files.store s3://BUCKET they need no volume." }}
+{{- if not $bucket }}
+{{- fail "persistence.postgresql needs settings.files.store s3://BUCKET: replicas share files in a bucket. Without persistence.postgresql, one replica has files on its volume." }}
 {{- end }}
-{{- $mounts := .enabled | ternary (list (dict "mountPath" "/var/lib/triton-openai")) list }}
-{{- $mounted := and .enabled (eq $store "dir") }}
-{{- range concat $mounts $.Values.extraVolumeMounts }}
-{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" (trimPrefix "dir:" $store)) }}
-{{- $mounted = true }}
-{{- end }}
-{{- end }}
-{{- if not (or $bucket $mounted) }}
-{{- fail "persistence.postgresql needs a place for files that all replicas see: settings.files.store s3://BUCKET, or persistence.enabled with accessModes [ReadWriteMany]; dir:PATH has to be in /var/lib/triton-openai then, or in extraVolumeMounts." }}
+{{- if and $several .enabled }}
+{{- fail "persistence.enabled needs replicaCount 1 and no autoscaling: replicas share no volume, and with persistence.postgresql and settings.files.store s3://BUCKET they need none." }}
 {{- end }}
 {{- else if and $several (or .enabled $bucket) }}
 {{- fail "persistence needs replicaCount 1 and no autoscaling, or persistence.postgresql: each replica would have files and batches of its own, and only some requests for them would find them." }}

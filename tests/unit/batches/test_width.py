@@ -1,0 +1,531 @@
+"""Batches as wide as the fleet: several processes run lines of one batch, as many as nothing speaks against."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from tests.cases import every_case
+from tests.clock import Clock
+from tests.store_fixture import Place, Server, local
+from tests.unit.batches.test_batch_runner import NAMES, OWNER, Host, Process, process
+from triton_openai.access.rate_limits import Reservation
+from triton_openai.batches import batch_runner, engine_queues, timing
+from triton_openai.batches.changes import Changes
+from triton_openai.batches.engine_queues import EngineQueue, EngineQueues
+from triton_openai.batches.first_tokens import FirstTokens, Waits
+from triton_openai.batches.host import Outcome
+from triton_openai.batches.line_limits import Limit, ModelLimits
+from triton_openai.batches.trouble import Trouble
+from triton_openai.storage import open_batch_store
+from triton_openai.storage.batch_records import Batch, StoredFile
+from triton_openai.storage.batch_tables import ROW_SIZE, bytes_of_owner
+from triton_openai.storage.slot_table import fair_share
+from triton_openai.telemetry.triton_metrics import TritonMetrics, parse
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for nothing."""
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+        monkeypatch.setattr(timing, name, 0.005)
+
+
+class Sharing(Host):
+    """A host that counts the lines of all hosts with the same *running*, and those at each Triton."""
+
+    def __init__(self, running: set[str], names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.running = running
+        self.names = names
+        self.at: dict[str, int] = {}
+        self.most_at: dict[str, int] = {}
+
+    def endpoints(self, target: str) -> Sequence[str]:
+        return self.names
+
+    async def answer(
+        self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None, endpoint: str = ""
+    ) -> Outcome:
+        self.at[endpoint] = self.at.get(endpoint, 0) + 1
+        self.most_at[endpoint] = max(self.most_at.get(endpoint, 0), self.at[endpoint])
+        try:
+            return await super().answer(batch, custom_id, body, reservation, endpoint)
+        finally:
+            self.at[endpoint] -= 1
+
+
+async def test_two_processes_run_one_batch(place: Place) -> None:
+    """Lines of one batch run in two processes at the same time, no more than allowed over both, and each line once."""
+    names = [f"id-{number}" for number in range(300)]
+    running: set[str] = set()
+    hosts = [Sharing(running) for _ in range(2)]
+    for host in hosts:
+        host.max_running = 6
+    async with process(place, hosts[0]) as one, process(place, hosts[1]):
+        batch = await one.batch(names)
+        # The slots of lines that have ended go to the other process.
+        await one.until(batch, lambda found: all(host.calls for host in hosts) or not found.open)
+        done = await one.ended(batch)
+        assert {name: [200] for name in names} == one.results(done)
+    assert all(host.calls for host in hosts)
+    assert dict.fromkeys(names, 1) == dict(hosts[0].calls + hosts[1].calls)
+    assert 6 >= max(host.most_seen for host in hosts)
+
+
+async def test_results_stand_in_the_order_of_the_input(place: Place) -> None:
+    """Whoever ran a line, and whenever: the output has the order of the input."""
+    hosts = [Host(), Host()]
+    async with process(place, hosts[0]) as one, process(place, hosts[1]):
+        done = await one.ended(await one.batch(NAMES))
+        assert NAMES == list(one.results(done))
+
+
+async def test_one_of_two_processes_dies(place: Place) -> None:
+    """The other one goes on with its lines, and only what ran when it died runs again."""
+    names = [f"id-{number}" for number in range(60)]
+    hosts = [Host(), Host()]
+    for host in hosts:
+        host.max_running = 64
+        host.may_answer.clear()
+    dying = Process(place, hosts[0])
+    dying.start()
+    async with process(place, hosts[1]) as other:
+        batch = await other.batch(names)
+        await other.until(batch, lambda _: hosts[0].running and hosts[1].running)
+        ran = set(hosts[0].running)
+        await dying.die()
+        hosts[1].may_answer.set()
+        done = await other.ended(batch)
+        assert {name: [200] for name in names} == other.results(done)
+    assert ran == {name for name in names if hosts[0].calls[name] and hosts[1].calls[name]}
+    assert all(count == 1 for count in hosts[1].calls.values())
+
+
+async def test_a_process_ends_a_batch_that_others_run(place: Place) -> None:
+    """A cancelled batch ends when all processes that ran lines of it have stored their results."""
+    hosts = [Host(), Host()]
+    for host in hosts:
+        host.max_running = 64
+        host.may_answer.clear()
+    async with process(place, hosts[0]) as one, process(place, hosts[1]) as other:
+        batch = await one.batch([f"id-{number}" for number in range(60)])
+        await one.until(batch, lambda _: hosts[0].running and hosts[1].running)
+        await one.files.store.batches.change(batch.id, lambda found: found.set_status("cancelling"))
+        one.runner.wake()
+        for each in (one, other):
+            await one.until(batch, lambda _: each.runner._batches[batch.id].batch.status == "cancelling")  # noqa: B023
+        running = hosts[0].running | hosts[1].running
+        hosts[0].may_answer.set()
+        assert (await one.seen(batch)).open
+        hosts[1].may_answer.set()
+        done = await one.ended(batch)
+        assert "cancelled" == done.status
+        assert running == {name for name, result in one.results(done).items() if result == [200]}
+        assert 60 == len(one.results(done))
+
+
+async def test_each_triton_has_a_limit(tmp_path: Path) -> None:
+    """Lines go to the Triton with the fewest lines, and no Triton has more than allowed."""
+    host = Sharing(set(), ("a", "b", "c"))
+    host.max_running = 2
+    host.may_answer.clear()
+    async with process(tmp_path, host) as one:
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda _: len(host.running) == 6)
+        host.may_answer.set()
+        assert 20 == (await one.ended(batch)).succeeded
+    assert {"a": 2, "b": 2, "c": 2} == host.most_at
+
+
+async def test_a_refusal_of_one_triton_shrinks_its_limit_alone() -> None:
+    """A Triton that refuses lines gets fewer, and the others as many as before."""
+    host = Sharing(set(), ("a", "b"))
+    host.max_running = 64
+    limits = ModelLimits(host)
+    limits.slots = {"M": 64}
+    first, second = limits.of("M")
+    first.overloaded(time.monotonic())
+    assert (4, 8) == (first.allowed, second.allowed)
+    taken = [limits.take("m") for _ in range(13)]
+    assert [("a", 4), ("b", 8)] == [(limit.endpoint, limit.running) for limit in (first, second)]
+    assert taken[12] is None
+
+
+@every_case("wanted, others, total, expected", [
+    (10, [], 8, 8),
+    (10, [10], 8, 4),
+    (10, [10, 10], 9, 3),
+    # What one does not want goes to the others.
+    (10, [2], 8, 6),
+    (2, [10], 8, 2),
+    (10, [1, 10], 9, 4),
+    # Each has one at least.
+    (5, [5, 5, 5], 2, 1),
+])  # fmt: skip
+def test_slots_are_shared_fairly(wanted: int, others: list[int], total: int, expected: int) -> None:
+    """All processes together have no more slots than there are, and none has more than it wants."""
+    assert expected == fair_share(wanted, others, total)
+
+
+async def test_slots_over_processes(place: Place) -> None:
+    """A process that comes later gets its share as the lines of the first one end; a dead one's slots are free."""
+    store = Process(place).files.store
+    slots = store.slots
+
+    async def take(holder: str, running: int, wanted: int = 20) -> int:
+        return await slots.take("m", holder, 60.0, wanted=wanted, running=running, total=12)
+
+    assert 12 == await take("a", 0)
+    assert 0 == await take("b", 0)
+    assert 6 == await take("a", 12)
+    assert 0 == await take("b", 0)
+    assert 6 == await take("a", 6)
+    assert 6 == await take("b", 0)
+    await store.leases.expire_leases("b")
+    assert 12 == await take("a", 6)
+    await slots.leave("a", "m")
+    assert 12 == await take("b", 0)
+    await store.close()
+
+
+def test_limits_double_until_the_first_trouble() -> None:
+    """A limit grows by one for each success at first, and then by a part of it in each window."""
+    limit = Limit(256)
+    for _ in range(56):
+        limit.running = limit.allowed
+        limit.succeeded()
+    assert 64 == limit.allowed
+    limit.overloaded(time.monotonic())
+    assert 32 == limit.allowed
+    limit.running = 32
+    for _ in range(32):
+        limit.succeeded()
+    assert 36 == limit.allowed
+
+
+def test_a_limit_that_is_not_used_up_does_not_grow() -> None:
+    """Where live requests leave less room than the limit allows, successes show nothing about more lines."""
+    limit = Limit(256)
+    limit.running = 3
+    for _ in range(100):
+        limit.succeeded()
+    assert 8 == limit.allowed
+
+
+@every_case("waiting, allowed, grows", [(0.0, 100, True), (1.0, 100, False), (4.0, 100, False), (20.0, 80, False),
+                                        (90.0, 50, False)])  # fmt: skip
+def test_queues_of_engines_shrink_limits(waiting: float, allowed: int, grows: bool) -> None:
+    """A short queue keeps the engine busy; a longer one takes its lines away, half of all at most."""
+    limit = Limit(256)
+    limit.allowed = 100
+    limit.running = 100
+    for _ in range(3):
+        # The queue is the same until lines have ended.
+        limit.queue(waiting)
+    assert allowed == limit.allowed
+    limit.running = allowed
+    for _ in range(allowed):
+        limit.succeeded()
+    assert grows == (limit.allowed > allowed)
+
+
+def test_lines_leave_room_for_live_requests() -> None:
+    """Beside live requests, a queue of any length makes lines leave a fifth, until their number grows again slowly."""
+    limit = Limit(256)
+    limit.allowed = 100
+    limit.running = 100
+    for _ in range(3):
+        limit.queue(1.0, live=True)
+    assert 79 == limit.allowed
+    limit.running = 79
+    limit.queue(0.0, live=True)
+    for _ in range(79):
+        limit.succeeded()
+    assert 81 == limit.allowed
+
+
+async def test_the_usual_wait_is_learned_before_lines_run(tmp_path: Path, clock: Clock) -> None:
+    """What live requests wait before the first line of all is the usual wait."""
+    host = Host()
+    first_tokens = FirstTokens()
+    trouble = Trouble(host, first_tokens, ModelLimits(host))
+    for _ in range(20):
+        first_tokens.of("M").add(0.5)
+    clock.advance(5)
+    trouble.look()
+    assert 0.5 == first_tokens.of("M").usual
+    assert {} == trouble._limits.allowed()
+
+
+def _metrics(pending: int | None, microseconds: int, waiting: int) -> str:
+    lines = [f'nv_inference_queue_duration_us{{model="m",version="1"}} {microseconds}']
+    if pending is not None:
+        lines += [f'nv_inference_pending_request_count{{model="m",version="{version}"}} {pending}' for version in "12"]
+    lines.append(f'nv_trt_llm_request_metrics{{model="step",request_type="waiting",version="1"}} {waiting}')
+    lines.append('nv_trt_llm_request_metrics{model="step",request_type="active",version="1"} 7')
+    return "\n".join(lines) + "\n"
+
+
+@every_case("pending, waiting, expected", [(3, 0, 6), (3, 5, 11), (None, 5, 13), (None, 0, 8)])
+async def test_queues_of_engines(pending: int | None, waiting: int, expected: float, clock: Clock) -> None:
+    """The queue is what Triton says that waits, by its time in the queue where it does not, and the engine's own."""
+    clock.freeze()
+    texts = [_metrics(pending, 1_000_000, waiting), _metrics(pending, 17_000_000, waiting)]
+
+    async def read(self: TritonMetrics) -> Mapping[str, Sequence[str]]:
+        return parse(texts.pop(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonMetrics, "read", read)
+        queue = EngineQueue("http://x/metrics")
+        await queue.refresh()
+        clock.advance(2)
+        await queue.refresh()
+    assert expected == queue.waiting(["m", "step"])
+    assert 0 == queue.waiting(["other"])
+
+
+async def test_queues_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Where Triton's metrics are not reached, nothing is known of its queue, and they are tried again after a while."""
+    reads = 0
+
+    async def read(self: TritonMetrics) -> None:
+        nonlocal reads
+        reads += 1
+
+    monkeypatch.setattr(TritonMetrics, "read", read)
+    queues = EngineQueues()
+    for _ in range(5):
+        await queues.refresh(["u"])
+    assert (1, None, None) == (reads, queues.waiting("u", ["m"]), queues.waiting("unknown", ["m"]))
+    clock.advance(engine_queues._RETRY_SECONDS + 1)
+    await queues.refresh(["u"])
+    assert 2 == reads
+
+
+def test_live_requests_that_wait_longer_than_usual(clock: Clock) -> None:
+    """Without a setting, waits count as long beside those without lines; with one, by the setting."""
+    waits = Waits()
+    for _ in range(20):
+        waits.add(0.1)
+    assert not waits.are_long(few_lines=True, max_wait=None)
+    clock.advance(11)
+    for wait in (0.1, 0.14, 0.14):
+        waits.clear()
+        for _ in range(20):
+            waits.add(wait)
+        assert not waits.are_long(few_lines=False, max_wait=None)
+    assert waits.are_long(few_lines=False, max_wait=0.12)
+    waits.clear()
+    for _ in range(20):
+        waits.add(0.2)
+    assert waits.are_long(few_lines=False, max_wait=None)
+    waits.clear()
+    # A few requests show nothing.
+    waits.add(9.0)
+    assert not waits.are_long(few_lines=False, max_wait=None)
+
+
+def test_long_waits_halve_limits(clock: Clock) -> None:
+    """Fewer lines run for the model that live requests wait for, and no fewer for others."""
+    host = Host()
+    host.max_running = 64
+    limits = ModelLimits(host)
+    for target in "MN":
+        limits.of(target)[0].running = 8
+    first_tokens = FirstTokens()
+    trouble = Trouble(host, first_tokens, limits)
+    waits = first_tokens.of("M")
+    waits.usual = 0.1
+    for _ in range(20):
+        waits.add(0.5)
+    for _ in range(3):
+        # The same waits count once.
+        clock.advance(1)
+        trouble._look_at_first_tokens("M")
+        trouble._look_at_first_tokens("N")
+    assert {"M": 4, "N": 8} == limits.allowed()
+
+
+def test_one_process_of_a_machine_polls(tmp_path: Path) -> None:
+    """One process is the poller, until it ends; each sees what another one announces, once."""
+    first, second = Changes(tmp_path), Changes(tmp_path)
+    assert (True, False) == (first.look().polls, second.look().polls)
+    assert not first.look().changed
+    first.announce()
+    assert (True, False) == (second.look().changed, second.look().changed)
+    for _ in range(5000):
+        second.announce()
+    assert first.look().changed
+    first.close()
+    assert second.look().polls
+    second.close()
+
+
+async def test_processes_that_do_not_poll_are_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is not the poller runs lines that another process has added, claimed, and cannot run."""
+    monkeypatch.setattr(batch_runner, "_PATIENCE", 10**9)
+    # The first process claims the lines, and has no room for them.
+    monkeypatch.setattr(timing, "GIVE_BACK", 0.01)
+    hosts = [Host(), Host()]
+    hosts[0].busy = True
+    async with process(tmp_path, hosts[0]) as one:
+        await one.ended(await one.batch([], name="empty"))
+        async with process(tmp_path, hosts[1]) as other:
+            await asyncio.sleep(0)
+            batch = await one.batch(NAMES[:4])
+            await one.until(batch, lambda _: hosts[1].calls)
+            assert not other.runner._changed.polls
+            await one.ended(batch)
+            assert not hosts[0].calls
+
+
+async def test_postgresql_notifies(postgresql: Server) -> None:
+    """A store is notified of a batch that another one adds or cancels, also after its connection was lost."""
+    url = postgresql.url()
+    one, other = (open_batch_store(url)[0] for _ in range(2))
+    await one.verify()
+    notified = asyncio.Event()
+    assert await one.listen(notified.set)
+
+    async def changed(number: int) -> None:
+        notified.clear()
+        name = f"batch_{number}"
+        batch = Batch(
+            id=name, owner=OWNER, kind="anthropic", endpoint="/x", input=name, created=1, window="1h", expires=2
+        )  # fmt: skip
+        await other.batches.add(batch, max_open=9, max_total=10**9)
+        async with asyncio.timeout(60):
+            await notified.wait()
+
+    await changed(1)
+    connection = await asyncpg.connect(url)
+    await connection.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
+    )
+    async with asyncio.timeout(60):
+        while not one._database._listening.is_closed():  # type: ignore[attr-defined]  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await one.listen(notified.set)
+    await changed(2)
+    await connection.close()
+    await asyncio.gather(one.close(), other.close())
+
+
+async def test_connections_that_nobody_uses_are_closed(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many processes of a machine have used the database, they hold none of its connections."""
+    from triton_openai import storage
+
+    monkeypatch.setattr(storage, "_IDLE_SECONDS", 0.05)
+    url = postgresql.url()
+    stores = [open_batch_store(url)[0] for _ in range(6)]
+    await asyncio.gather(*(store.batches.open_ids() for store in stores for _ in range(4)))
+    connection = await asyncpg.connect(url)
+    async with asyncio.timeout(60):
+        while await connection.fetchval(  # noqa: ASYNC110 - nothing notifies of it
+            "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            " AND backend_type = 'client backend'"
+        ):
+            await asyncio.sleep(0.01)
+    await connection.close()
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_the_bytes_of_an_owner_stay_right(place: Place) -> None:
+    """Whatever happens to files and batches, the row of an owner has the sum of their bytes."""
+    one = Process(place)
+    files = one.files.store.files
+    batches = one.files.store.batches
+
+    def file(name: str, size: int, **fields: object) -> StoredFile:
+        made = {"created": time.time(), "expires": None, **fields}
+        return StoredFile(id=name, owner=OWNER, bytes=size, **made)  # type: ignore[arg-type]
+
+    async def used() -> int:
+        def steps():
+            return (yield from bytes_of_owner(OWNER))
+
+        before: int = await one.files.store._database.run(steps(), timeout=30, write=True)
+        await files.recount(OWNER)
+        assert before == await one.files.store._database.run(steps(), timeout=30, write=True)
+        return before - ROW_SIZE * (before // ROW_SIZE)
+
+    assert await files.reserve(file("a", 10, state="uploading", expires=time.time() + 99), 10**9)
+    assert 10 == await used()
+    await files.complete(file("a", 11))
+    assert 11 == await used()
+    await files.complete(file("b", 100, expires=time.time() + 99))
+    batch = Batch(id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="a", created=1, window="1h", expires=2)
+    assert "added" == await batches.add(batch, max_open=9, max_total=10**9)
+    assert not await files.expire("a")
+    assert await files.expire("b")
+    assert await files.expire("b")
+    assert 11 == await used()
+    await files.delete(["b", "unknown"])
+    leased = await one.files.store.leases.claim("h", 60)
+    assert leased is not None
+    await batches.end(leased, [file("out", 1000)], lambda found: found.set_status("completed"))
+    assert 1011 == await used()
+    await files.delete(["a", "out"])
+    await batches.delete("batch_1")
+    assert 0 == await used()
+    await one.files.store.close()
+
+
+async def test_many_uploads_of_one_owner_at_once(place: Place) -> None:
+    """Uploads of many processes exceed no limit together, and other owners do not wait for them."""
+    stores = [Process(place).files.store for _ in range(3)]
+    await stores[0].batches.open_ids()
+    limit = 40 * (ROW_SIZE + 10)
+    made = [
+        StoredFile(id=f"file-{number}", owner=OWNER, bytes=10, created=1, expires=time.time() + 99, state="uploading")
+        for number in range(60)
+    ]
+    reserved = await asyncio.gather(
+        *(stores[number % 3].files.reserve(file, limit - ROW_SIZE) for number, file in enumerate(made))
+    )
+    assert 40 == sum(reserved)
+    for store in stores:
+        await store.close()
+
+
+async def test_only_claimed_bytes_of_an_input_are_fetched(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bucket, a process that runs some lines of a large input fetches those, and not all of it."""
+    from triton_openai.batches.bucket import BucketFiles
+
+    fetched: list[tuple[int, int]] = []
+    fetch = BucketFiles._fetch
+
+    async def noted(self: BucketFiles, key: str, start: int, end: int) -> bytes:
+        if key.startswith("files/file-"):
+            fetched.append((start, end))
+        return await fetch(self, key, start, end)
+
+    async with process(shared) as one:
+        one.host.busy = True
+        names = [f"id-{number}-{'x' * 400}" for number in range(600)]
+        batch = await one.batch(names)
+        await one.until(batch, lambda found: found.status == "in_progress")
+        one.host.max_running = 4
+        monkeypatch.setattr(BucketFiles, "_fetch", noted)
+        one.host.may_answer.clear()
+        one.host.busy = False
+        await one.until(batch, lambda _: one.host.running)
+        size = sum(end - start for start, end in fetched)
+        total = os.fstat(await one.files.open_input(batch)).st_size
+        assert 0 < size < total / 5
+        one.host.may_answer.set()
+        done = await one.ended(batch)
+        assert 600 == done.succeeded
+
+
+def test_local_places_are_on_one_machine(tmp_path: Path) -> None:
+    """A folder needs no database on a server."""
+    assert not Process(local(tmp_path)).files.shared

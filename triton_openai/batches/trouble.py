@@ -1,0 +1,78 @@
+"""Signs of trouble, at which fewer lines run: live requests that wait, and queues in front of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from triton_openai.batches import timing
+from triton_openai.batches.engine_queues import EngineQueues
+from triton_openai.batches.first_tokens import FirstTokens
+from triton_openai.batches.host import Host
+from triton_openai.batches.line_limits import ModelLimits
+from triton_openai.tasks import cancel
+
+_log = structlog.get_logger(__name__)
+# With fewer lines of a model in this process, live requests wait as they do without lines.
+_FEW_LINES = 1
+
+
+class Trouble:
+    """Looks for trouble, and shrinks *limits*. *first_tokens* shows how long live requests wait."""
+
+    def __init__(self, host: Host, first_tokens: FirstTokens, limits: ModelLimits) -> None:
+        self._host = host
+        self._first_tokens = first_tokens
+        self._limits = limits
+        self._queues = EngineQueues()
+        self._next_look = 0.0
+        self._reading: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        """Look for trouble, at most once in a while."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + timing.POLL
+        for target in {*self._limits.targets, *self._first_tokens.models}:
+            self._look_at_first_tokens(target)
+        if self._limits.running and (self._reading is None or self._reading.done()):
+            # In a task: nothing waits for a Triton whose metrics do not come.
+            self._reading = asyncio.create_task(self._read_queues())
+
+    def _look_at_first_tokens(self, target: str) -> None:
+        waits = self._first_tokens.of(target)
+        running = self._limits.running_for(target)
+        if running > self._limits.allowed().get(target, 0):
+            # What was done shows when the lines have ended.
+            waits.clear()
+            return
+        few = running <= _FEW_LINES
+        if waits.are_long(few_lines=few, max_wait=self._host.settings.live_first_token):
+            self._limits.slow_down(target)
+            waits.clear()
+
+    async def _read_queues(self) -> None:
+        try:
+            await self._refresh()
+        except Exception:  # noqa: BLE001 - the last resort: logged, and read again
+            _log.exception("queues of engines cannot be read")
+
+    async def _refresh(self) -> None:
+        targets = [target for target in self._limits.targets if self._limits.running_for(target)]
+        urls = {target: self._host.metrics_urls(target) for target in targets}
+        await self._queues.refresh({url for by_name in urls.values() for url in by_name.values()})
+        for target, by_name in urls.items():
+            models = self._host.queue_models(target)
+            for limit in self._limits.of(target):
+                waiting = self._queues.waiting(by_name.get(limit.endpoint, ""), models)
+                if waiting is not None:
+                    live = self._first_tokens.of(target).slowest() > 0
+                    limit.queue(waiting * self._host.share, live=live)
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._reading is not None:
+            await cancel(self._reading)
