@@ -18,8 +18,8 @@ async def partial_output(files: Files, batch: Batch) -> AsyncGenerator[bytes, No
     """
     Yield the lines of the answers that *batch* has, in the order of the input.
 
-    Answers that come meanwhile may be left out. Raises :class:`ServiceError`, also if the batch ends meanwhile: then its
-    output file has all answers.
+    Answers that come meanwhile may be left out. Raises :class:`ServiceError`, also if the batch ends meanwhile: then
+    its output file has all answers.
     """
     parts: dict[int, int] = {}
     # How many bytes each part had when it was opened.
