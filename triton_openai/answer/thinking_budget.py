@@ -31,6 +31,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 class ThinkingStage:
     """
     Counts the thinking of one answer, and cuts the answer where its budget is spent; ``spent`` is whether it was.
+    ``tokens`` is how many tokens the answer has up to the end of its thinking.
 
     A response with several tokens is cut between them, by the *tokenizer* if there is one, else by their share of the
     text. The beginning of a marker is waited for: it may end the thinking by itself.
@@ -41,6 +42,7 @@ class ThinkingStage:
         self._meter = budget.meter(prompt)
         self._tokenizer = tokenizer
         self.spent = budget.tokens == 0 and self._meter.inside
+        self.tokens = 0
 
     def feed(self, delta: Delta) -> None:
         """Count *delta*, and cut it where the budget is spent."""
@@ -60,9 +62,10 @@ class ThinkingStage:
         else:
             thinking = -(-tokens * size // len(delta.text))
         if thinking > self._left and tokens > 1 and size:
-            self._cut(delta, spans, self._left, thinking, tokens)
+            self.tokens += self._cut(delta, spans, self._left, thinking, tokens)
             self.spent = True
             return
+        self.tokens += tokens
         self._left -= thinking
         ends_here = self._left <= 0 and meter.inside and not meter.is_at_marker
         # What has ended by itself does not go on.
@@ -78,8 +81,12 @@ class ThinkingStage:
             return self._tokenizer.count(delta.text)
         return tokens_in(delta.text)
 
-    def _cut(self, delta: Delta, spans: Sequence[Span], left: int, thinking: int, tokens: int) -> None:
-        """Cut *delta*, of which *thinking* of its *tokens* are in *spans*, after *left* of them."""
+    def _cut(self, delta: Delta, spans: Sequence[Span], left: int, thinking: int, tokens: int) -> int:
+        """
+        Cut *delta*, of which *thinking* of its *tokens* are in *spans*, after *left* of them.
+
+        Returns how many tokens it keeps.
+        """
         text = delta.text
         place = _share(spans, left, thinking)
         kept = max(1, round(tokens * place / len(text)))
@@ -95,8 +102,10 @@ class ThinkingStage:
         delta.token_ids = delta.token_ids[:kept]
         delta.logprobs = delta.logprobs[:kept]
         delta.finish_reason = None
+        kept = min(kept, tokens)
         if delta.tokens is not None:
-            delta.tokens = min(kept, tokens)
+            delta.tokens = kept
+        return kept
 
     def _first_ids(self, text: str, count: int) -> Sequence[int]:
         """Return the ids of the beginning of *text*, *count* at least if it has as many."""
