@@ -12,6 +12,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 
 # The characters that are tokenized at first for each token that is wanted.
 _CHARACTERS_PER_TOKEN = 8
+# Longer texts, which only whole answers have, are estimated: to count them would hold up the event loop.
+_MAX_COUNTED = 16_384
 # A response of more characters than this has several tokens, where the backend does not count them.
 _LONG_TOKEN = 32
 
@@ -33,8 +35,8 @@ class ThinkingStage:
     Counts the thinking of one answer, and cuts the answer where its budget is spent; ``spent`` is whether it was.
     ``tokens`` is how many tokens the answer has up to the end of its thinking.
 
-    A response with several tokens is cut between them, by the *tokenizer* if there is one, else by their share of the
-    text. The beginning of a marker is waited for: it may end the thinking by itself.
+    A response with several tokens is cut between them, by the *tokenizer* if there is one and the text is not very
+    long, else by their share of the text. The beginning of a marker is waited for: it may end the thinking by itself.
     """
 
     def __init__(self, budget: ThinkingBudget, prompt: str, tokenizer: Tokenizer | None) -> None:
@@ -57,7 +59,7 @@ class ThinkingStage:
             thinking = int(bool(size) or (was_inside and meter.inside))
         elif not size:
             thinking = 0
-        elif self._tokenizer is not None:
+        elif self._tokenizer is not None and len(delta.text) <= _MAX_COUNTED:
             thinking = sum([self._tokenizer.count(delta.text[start:end]) for start, end in spans])
         else:
             thinking = -(-tokens * size // len(delta.text))
@@ -77,7 +79,7 @@ class ThinkingStage:
             return delta.tokens
         if len(delta.text) <= _LONG_TOKEN:
             return 1
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and len(delta.text) <= _MAX_COUNTED:
             return self._tokenizer.count(delta.text)
         return tokens_in(delta.text)
 
@@ -90,8 +92,9 @@ class ThinkingStage:
         text = delta.text
         place = _share(spans, left, thinking)
         kept = max(1, round(tokens * place / len(text)))
-        if self._tokenizer is not None and len(spans) == 1:
-            start, _ = spans[0]
+        start = spans[0][0]
+        countable = start + _CHARACTERS_PER_TOKEN * left <= _MAX_COUNTED
+        if self._tokenizer is not None and len(spans) == 1 and countable:
             before = self._tokenizer.count(text[:start])
             ids = delta.token_ids or self._first_ids(text, before + left)
             kept = before + left
@@ -112,7 +115,7 @@ class ThinkingStage:
         assert self._tokenizer is not None
         size = _CHARACTERS_PER_TOKEN * (count + 1)
         ids = self._tokenizer.encode(text[:size])
-        while size < len(text) and len(ids) <= count:
+        while size < min(len(text), _MAX_COUNTED) and len(ids) <= count:
             size *= 2
             ids = self._tokenizer.encode(text[:size])
         return ids

@@ -15,7 +15,7 @@ from tests.clock import Clock
 from tests.unit.answer.test_run import TOKENIZER, Backend, Deltas, Engine, Listed, several
 from triton_openai.answer.budgeted_run import BudgetedRun
 from triton_openai.answer.limits import TimeLimits, TokenLimit
-from triton_openai.answer.thinking_budget import ThinkingBudget
+from triton_openai.answer.thinking_budget import ThinkingBudget, ThinkingStage
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import UpstreamError, UpstreamUnavailable
@@ -321,3 +321,34 @@ async def test_a_second_request_that_another_triton_gets() -> None:
     assert "y" == getattr(answer.run.failure, "message", None)
     assert not [member.leases for member in fleet.members.values() if member.leases]
     await answer.close()
+
+
+class Counting:
+    """A tokenizer that records the length of the longest text that it gets."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> Sequence[int]:
+        self.longest = max(self.longest, len(text))
+        return TOKENIZER.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@every_case("tokens", [None, 30_000])
+def test_a_long_answer_that_comes_whole(tokens: int | None) -> None:
+    """The event loop tokenizes a part of it, or nothing: of a large budget its share of the text is enough."""
+    for budget in (100, 20_000):
+        counting = Counting()
+        own = ThinkingBudget(tokens=budget, meter=partial(Think.meter, calls=()), ending=ENDING)
+        stage = ThinkingStage(own, "Hello<think>", counting)  # type: ignore[arg-type]
+        delta = Delta("one two three " * 9000, tokens=tokens)
+        stage.feed(delta)
+        assert stage.spent
+        assert counting.longest < 40_000
+        assert budget * 3 < len(delta.text) < budget * 7
