@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -163,3 +164,22 @@ async def test_instructions_among_the_items(faces: Faces) -> None:
 
     assert prompt.index("Always rhyme.") < prompt.index("Summary of the conversation")
     assert "First question." not in prompt
+
+
+async def test_a_summary_for_the_background_is_admitted(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of running requests hold for the summary too, although it is made before the answer is queued."""
+    admission = faces.service.admission
+    enter = admission.enter
+    asked: list[int] = []
+
+    async def counting(*args: Any, **options: Any) -> Any:
+        asked.append(len(faces.triton.asked))
+        return await enter(*args, **options)
+
+    monkeypatch.setattr(admission, "enter", counting)
+    faces.triton.asked.clear()
+    body = {"model": MODEL, "input": history(500), "background": True, "context_management": EDITS}
+    answer = await faces.post("/v1/responses", body)
+    assert 200 == answer.status, answer.body
+    await asyncio.gather(*[log.task for log in faces.service.responses.live.values() if log.task is not None])
+    assert [0, 1] == asked
