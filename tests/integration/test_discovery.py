@@ -573,3 +573,15 @@ async def test_names_in_paths():
                         error = (await answer.json())["error"]
                     assert answer.status in ((400, 404) if name else (404,)), (name, action, answer.status)
                     assert error["message"].replace("\n", "").isprintable(), (name, action)
+
+
+async def test_what_is_configured_wrongly():
+    """The operator reads what is wrong with it; clients only that something is: it may name files of the operator."""
+    models = {"m": ModelSettings(adapter="embeddings")}
+    async with FakeTriton(config_of("m")) as triton, serving(settings_of(triton.url, models=models)) as proxy:
+        await proxy.finds_triton()
+        answer = await proxy.post("/v1/completions", {"model": "m", "prompt": "Hi"})
+
+    assert 404 == answer.status
+    assert "embeddings" not in answer.error["message"]
+    assert "the service's log says why" in answer.error["message"]

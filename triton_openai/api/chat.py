@@ -264,7 +264,7 @@ async def answer(context: RequestContext[Conversation], answer_id: str, keep: Ke
 
 def _reasoning_fields(context: RequestContext[Conversation]) -> Sequence[str]:
     """Return the names of the fields with the reasoning."""
-    if context.body.options.include_reasoning is False:
+    if context.body.options.hides_reasoning:
         return ()
     setting = context.service.settings.api.reasoning_field
     if setting == "both":

@@ -106,9 +106,18 @@ class ChatOptions(GenerationOptions, kw_only=True):
             "enable_thinking": self.enable_thinking,
             "thinking_budget": self.max_thinking,
         }
-        if self.reasoning is not None:
-            switches["think"] = self.think or self.reasoning.get("effort") or self.reasoning.get("enabled")
+        if self.reasoning is not None and self.think is None:
+            switches["think"] = self.reasoning.get("effort")
+            if switches["think"] is None:
+                switches["think"] = self.reasoning.get("enabled")
         return {name: value for name, value in switches.items() if value is not None}
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether the answer is to leave out what the model thought."""
+        if self.include_reasoning is False:
+            return True
+        return self.reasoning is not None and self.reasoning.get("exclude") is True
 
     @property
     def max_thinking(self) -> int | None:

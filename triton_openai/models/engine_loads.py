@@ -31,9 +31,12 @@ async def engine_loads(models: Models, timeout: float) -> Mapping[str, EngineLoa
     if not tasks:
         return {}
     loads: defaultdict[str, list[EngineLoad]] = defaultdict(list)
-    done, late = await asyncio.wait(tasks, timeout=timeout)
-    for task in late:
-        task.cancel()
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout)
+    finally:
+        # Those that are late, and all when nobody waits for them any more.
+        for task in tasks:
+            task.cancel()
     for task in done:
         name, load = task.result()
         if load is not None:

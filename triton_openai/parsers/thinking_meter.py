@@ -93,6 +93,7 @@ class ThinkingMeter:
             if text.startswith(opening):
                 return len(whole) - len(text) + len(opening)
         if any(opening.startswith(text) for opening in self._openings):
-            self._held = whole
+            # White space before it may be long.
+            self._held = text or whole[-1:]
             return None
         return 0

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.clock import Clock
-from tests.unit.answer.test_run import TOKENIZER, Backend, Deltas, Engine
+from tests.unit.answer.test_run import TOKENIZER, Backend, Deltas, Engine, Listed, several
 from triton_openai.answer.budgeted_run import BudgetedRun
 from triton_openai.answer.limits import TimeLimits, TokenLimit
-from triton_openai.answer.thinking_budget import ThinkingBudget
+from triton_openai.answer.thinking_budget import ThinkingBudget, ThinkingStage
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import UpstreamError, UpstreamUnavailable
@@ -58,6 +58,7 @@ class Thinking:
         prompt: str = "Hello",
         tokenizer: Tokenizer | None = TOKENIZER,
         limits: TimeLimits = TimeLimits(first_token=600, idle=60, total=None),  # noqa: B008 - immutable
+        fleet: Fleet | None = None,
         **sampling: Any,
     ) -> None:
         sampling = {"max_tokens": 500, **sampling}
@@ -66,7 +67,7 @@ class Thinking:
         self.backend = Recording(*answers)
         self.deltas: list[Delta] = []
         self.ends = 0
-        fleet = Fleet(TritonSettings(), connect=lambda _: self.engine)  # type: ignore[arg-type, return-value]
+        fleet = fleet or Fleet(TritonSettings(), connect=lambda _: self.engine)  # type: ignore[arg-type, return-value]
         budget = ThinkingBudget(
             tokens=tokens,
             meter=partial(Think.meter, calls=("<tool_call>",)),
@@ -217,11 +218,7 @@ async def test_a_call_in_the_thinking_is_not_cut() -> None:
 @every_case("prompt, requests", [("Hello<think>", 1), ("Hello", 2)])
 async def test_no_thinking_at_all(prompt: str, requests: int) -> None:
     """A budget of nothing ends thinking that the prompt opened before anything is asked."""
-    deltas = pieces_of("<think>one two", [1])
-    answers = [[Delta("Yes.", tokens=1)]]
-    if requests == 2:
-        answers.insert(0, deltas)
-    answer = Thinking(0, *answers, prompt=prompt)
+    answer = Thinking(0, pieces_of("<think>one two", [1]), [Delta("Yes.", tokens=1)], prompt=prompt)
     answer.bring(99, end=False)
     assert requests == len(answer.backend.asked)
     assert answer.backend.asked[-1].prompt.endswith(ENDING)
@@ -250,3 +247,108 @@ async def test_a_backend_that_counts_nothing() -> None:
     assert "<think>a b" + ENDING == answer.text
     assert 500 - 3 == answer.backend.asked[-1].sampling.max_tokens
     await answer.close()
+
+
+async def test_an_answer_after_no_thinking_at_all() -> None:
+    """Where the prompt opened thinking that has no tokens, the whole answer is that of the only request."""
+    said = pieces_of("Yes, of course it is.", [1])
+    said[0].prompt_tokens = 50
+    said[-1].finish_reason = FinishReason.STOP
+    answer = Thinking(0, [], said, prompt="Hello<think>")
+    answer.bring(len(said), end=True)
+    await answer.run.finalize()
+    progress = answer.run.progress
+    await answer.close()
+
+    assert ENDING + "Yes, of course it is." == answer.text
+    assert FinishReason.STOP == progress.finish_reason
+    assert progress.usage is not None
+    assert len(said) + len(ENDING_IDS) == progress.usage.completion_tokens
+    # The end of the thinking is in the prompt that the backend counted.
+    assert 50 - len(ENDING_IDS) == progress.usage.prompt_tokens
+    # Nothing arrived with the end of the thinking.
+    assert len(said) == len(progress.arrivals)
+
+
+async def test_no_thinking_and_no_room() -> None:
+    """Where not even the end of the thinking has room, nothing is asked."""
+    answer = Thinking(0, pieces_of("one two", [1]), prompt="Hello<think>", max_tokens=len(ENDING_IDS))
+    assert (1, []) == (answer.ends, answer.backend.asked)
+    await answer.run.finalize()
+    assert FinishReason.LENGTH == answer.run.progress.finish_reason
+    await answer.close()
+
+
+async def test_an_answer_that_comes_whole_and_counts_nothing() -> None:
+    """What is kept of it counts to the limit, and not as one token."""
+    answer = Thinking(20, [Delta("<think>" + "one two " * 60, finish_reason=FinishReason.LENGTH)], [Delta("Yes.")])
+    answer.bring(1)
+    kept = answer.text.removesuffix(ENDING)
+    expected = 500 - len(ENDING_IDS) - len(TOKENIZER.encode(kept))
+
+    assert abs(answer.backend.asked[-1].sampling.max_tokens - expected) <= 1
+    await answer.close()
+
+
+async def test_a_second_request_without_an_answer() -> None:
+    """It is an error, as for the first."""
+    answer = Thinking(2, pieces_of("<think>one two three four", [1]), [])
+    answer.bring(99)
+    answer.engine.receiver.end(None)
+    assert isinstance(answer.run.failure, UpstreamError)
+    assert "without an answer" in answer.run.failure.message
+    await answer.close()
+
+
+async def test_a_second_request_that_another_triton_gets() -> None:
+    """Until its first response it is sent elsewhere, as the first request is, and never after that."""
+    engines = [Listed(), Listed()]
+    fleet = await several(*engines)
+    deltas = pieces_of("<think>one two three four", [1])
+    answer = Thinking(2, deltas, [], [Delta("Yes.", tokens=1)], fleet=fleet)
+    first, other = sorted(engines, key=lambda engine: engine.receiver is None)
+    while len(answer.backend.asked) < 2:
+        first.bring("")
+    asked = first
+    if other.receiver is not None:
+        asked, other = other, first
+    asked.receiver.end(UpstreamUnavailable("x"))
+    assert ["1", "1-answer", "1-answer"] == [generation.id for generation in answer.backend.asked]
+    other.bring("")
+    assert answer.text.endswith(ENDING + "Yes.")
+    other.receiver.end(UpstreamUnavailable("y"))
+    assert (1, 3) == (answer.ends, len(answer.backend.asked))
+    assert "y" == getattr(answer.run.failure, "message", None)
+    assert not [member.leases for member in fleet.members.values() if member.leases]
+    await answer.close()
+
+
+class Counting:
+    """A tokenizer that records the length of the longest text that it gets."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> Sequence[int]:
+        self.longest = max(self.longest, len(text))
+        return TOKENIZER.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@every_case("tokens", [None, 30_000])
+def test_a_long_answer_that_comes_whole(tokens: int | None) -> None:
+    """The event loop tokenizes a part of it, or nothing: of a large budget its share of the text is enough."""
+    for budget in (100, 20_000):
+        counting = Counting()
+        own = ThinkingBudget(tokens=budget, meter=partial(Think.meter, calls=()), ending=ENDING)
+        stage = ThinkingStage(own, "Hello<think>", counting)  # type: ignore[arg-type]
+        delta = Delta("one two three " * 9000, tokens=tokens)
+        stage.feed(delta)
+        assert stage.spent
+        assert counting.longest < 40_000
+        assert budget * 3 < len(delta.text) < budget * 7

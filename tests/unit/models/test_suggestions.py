@@ -47,6 +47,7 @@ UNSERVABLE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("logits FP32 -1",), ("text BYTES 1",)),
     (("text BYTES 1",), ("input_ids INT64 -1", "attention_mask INT64 -1")),
     (("document_pdf BYTES 1",), ("text BYTES 1",)),
+    (("text BYTES 1", "bias FP32 100 100"), ("answer BYTES 1",)),
 )  # fmt: skip
 REGISTRY = Registry()
 

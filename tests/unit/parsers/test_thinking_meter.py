@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,3 +93,14 @@ def test_where_the_thinking_begins() -> None:
     ):
         meter = ThinkingMeter(("<think>",), ("</think>", "<tool>"), inside=inside)
         assert expected == measured(meter, [text])
+
+
+@every_case("inside", [False, True])
+def test_white_space_without_end(inside: bool) -> None:
+    """It costs each piece the same: what was there before is not looked at again."""
+    meter = ThinkingMeter(("<think>",), ("</think>",), inside=inside)
+    began = time.thread_time()
+    for _ in range(10_000):
+        meter.feed("\n" * 200)
+    assert time.thread_time() - began < 2
+    assert "a" == measured(meter, ["<think>a</think>b"])

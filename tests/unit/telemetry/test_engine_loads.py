@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from tests.scrape import Scrape
 from triton_openai.config.tree import EndpointSettings, MetricsSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.generation import EngineLoad
+from triton_openai.models import engine_loads
 from triton_openai.telemetry import exposition
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.gauges import ServedName, State
@@ -115,3 +117,28 @@ async def test_requests_that_wait_in_the_engine() -> None:
         metrics.sum(f"vllm:num_requests_{state}", model_name="c") for state in ("running", "waiting")
     )
     assert {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 6.0} == await shown.load("c")
+
+
+async def test_a_scrape_whose_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has asked the engines is given up: they may never answer."""
+    asked = asyncio.Event()
+    ended: list[str] = []
+
+    async def hang(*_: Any) -> Any:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("given up")
+
+    monkeypatch.setattr(engine_loads, "gather", hang)
+    async with FakeTriton(COMPANION) as triton:
+        settings = Settings(triton=TritonSettings(url=(triton.url,)))
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            scrape = asyncio.create_task(engine_loads.engine_loads(proxy.models, 60.0))
+            await asked.wait()
+            scrape.cancel()
+            await asyncio.gather(scrape, return_exceptions=True)
+            await asyncio.sleep(0)
+            assert ["given up"] == ended

@@ -264,7 +264,9 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             own = replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
-            prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
+            # The summary of a conversation that is compacted is work of the model.
+            compacts = bool(request.body.context_management)
+            prepared = await asked.admitted(prepare, param=_MESSAGES, runs=compacts)
             # They name what is ignored.
             context.record.headers = record.headers
             events = _events(made, request, prepared)

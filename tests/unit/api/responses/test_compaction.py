@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -141,3 +142,44 @@ async def test_edits_that_are_wrong(faces: Faces, edits: list[dict[str, Any]]) -
 
     assert 400 == answer.status
     assert answer.json["error"]["param"].startswith("context_management")
+
+
+async def test_a_conversation_without_a_user(faces: Faces) -> None:
+    """It goes on from the summary alone."""
+    said = {"role": "assistant", "content": "word " * 500}
+    body = {"model": MODEL, "input": [said], "store": False, "context_management": EDITS, "max_output_tokens": 5}
+    answer = await faces.post("/v1/responses", body)
+
+    assert 200 == answer.status, answer.body
+    assert ["compaction", "message"] == [item["type"] for item in answer.json["output"]]
+
+
+async def test_instructions_among_the_items(faces: Faces) -> None:
+    """No summary replaces them, neither now nor in the next turn."""
+    items = [{"role": "developer", "content": "Always rhyme."}, *history(500)]
+    _, response = await ask(faces, items, context_management=EDITS)
+    faces.triton.asked.clear()
+    await ask(faces, [*items, *response["output"], {"role": "user", "content": "Next."}])
+    (prompt,) = prompts(faces)
+
+    assert prompt.index("Always rhyme.") < prompt.index("Summary of the conversation")
+    assert "First question." not in prompt
+
+
+async def test_a_summary_for_the_background_is_admitted(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of running requests hold for the summary too, although it is made before the answer is queued."""
+    admission = faces.service.admission
+    enter = admission.enter
+    asked: list[int] = []
+
+    async def counting(*args: Any, **options: Any) -> Any:
+        asked.append(len(faces.triton.asked))
+        return await enter(*args, **options)
+
+    monkeypatch.setattr(admission, "enter", counting)
+    faces.triton.asked.clear()
+    body = {"model": MODEL, "input": history(500), "background": True, "context_management": EDITS}
+    answer = await faces.post("/v1/responses", body)
+    assert 200 == answer.status, answer.body
+    await asyncio.gather(*[log.task for log in faces.service.responses.live.values() if log.task is not None])
+    assert [0, 1] == asked
