@@ -180,6 +180,9 @@ class Models:
         unserved = next((entry for entry in self.unserved if entry.name == triton_model), None)
         if unserved is not None and unserved.role is None:
             hint = f" Triton has it, but {unserved.why}."
+            if unserved.failed:
+                # What is wrong with the settings may name files of the operator.
+                hint = " Triton has it, but what is configured for it cannot be used: the service's log says why."
             if unserved.settings:
                 hint += f" These settings would serve it:\n{unserved.settings}"
             raise ModelNotFound(name, why="is not served", hint=hint)

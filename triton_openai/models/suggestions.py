@@ -52,6 +52,10 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "stop": ("stop", "stop_words", "stop_strings", "stop_sequences"),
     "stream": ("stream", "streaming"),
 }  # fmt: skip
+#: The inputs of models of token ids.
+_IDS = ("input_ids", "attention_mask", "token_type_ids")
+# Numbers in a constant that somebody would check and write.
+_MAX_NUMBERS = 16
 #: Values of inputs by parts of their names, where nothing else says what they need.
 _USUAL_NUMBERS = (("beam", 1), ("num_return", 1), ("temperature", 1), ("top_p", 1), ("penalty", 1), ("rate", 16_000))
 
@@ -82,9 +86,7 @@ def _written(name: str, adapter: str, mapping: TensorMapping) -> str:
         settings["audio"] = {"sample_rate": mapping.audio.sample_rate}
     written = yaml.safe_dump({"models": {name: settings}}, sort_keys=False, allow_unicode=True, width=200)
     for field in ("constants", "audio"):
-        written = written.replace(
-            f"\n    {field}:", f"\n    # A guess: check it with the model's author.\n    {field}:"
-        )
+        written = written.replace(f"\n    {field}:", f"\n    {_GUESS}\n    {field}:")
     return written
 
 
@@ -99,7 +101,8 @@ def _candidates(config: ModelConfig) -> Iterator[tuple[str, TensorMapping]]:
     vectors = [spec for spec in config.outputs.values() if spec.datatype in FLOATS and _VECTOR.search(spec.name)]
     # An image, or what only another program can make, is none of these.
     unusable = [spec for spec in required if is_media(spec.name) and spec not in sounds]
-    if unusable:
+    large = [spec for spec in required if _size(spec) > _MAX_NUMBERS and spec not in sounds and spec.name not in _IDS]
+    if unusable or large:
         return
     for answer in answers:
         for sound in sounds:
@@ -120,7 +123,7 @@ def _candidates(config: ModelConfig) -> Iterator[tuple[str, TensorMapping]]:
         for vector in vectors:
             yield "embeddings", _mapping(config, {"text": text.name}, {"embedding": vector.name})
     if "input_ids" in config.inputs and "attention_mask" in config.inputs:
-        ids = {name: name for name in ("input_ids", "attention_mask", "token_type_ids") if name in config.inputs}
+        ids = {name: name for name in _IDS if name in config.inputs}
         for vector in vectors:
             for use in ("hidden_states", "embedding"):
                 yield "embeddings", _mapping(config, ids, {use: vector.name})
@@ -174,12 +177,8 @@ def _mapping(config: ModelConfig, inputs: Mapping[str, str], outputs: Mapping[st
     return TensorMapping(inputs=inputs, outputs=outputs, constants=constants)
 
 
-_IDS = ("input_ids", "attention_mask", "token_type_ids")
-
-
 def _constant(spec: TensorSpec) -> Any:
     """Return a value that the input *spec* holds: the usual one by its name, or a neutral one."""
-    count = math.prod([max(dim, 1) for dim in spec.dims])
     value: Any = 0
     if spec.datatype == "BYTES":
         value = ""
@@ -190,6 +189,11 @@ def _constant(spec: TensorSpec) -> Any:
         value = next((number for part, number in _USUAL_NUMBERS if part in name), 0)
         if value and spec.datatype in FLOATS:
             value = float(value)
-    if count == 1:
+    if _size(spec) == 1:
         return value
-    return [value] * count
+    return [value] * _size(spec)
+
+
+def _size(spec: TensorSpec) -> int:
+    """Return the least numbers that the tensor *spec* holds."""
+    return math.prod([max(dim, 1) for dim in spec.dims])

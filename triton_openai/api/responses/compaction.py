@@ -19,7 +19,7 @@ from triton_openai.api.responses.objects import Item, OutputCompaction
 from triton_openai.api.responses.request_reader import ParsedRequest, summary_text
 from triton_openai.api.service import RequestContext
 from triton_openai.api.tools import NO_TOOLS
-from triton_openai.generation import AnswerState, tokens_in
+from triton_openai.generation import tokens_in
 from triton_openai.parsers.events import Content
 from triton_openai.prompts.messages import AssistantMessage, DeveloperMessage, SystemMessage, UserMessage
 
@@ -31,6 +31,8 @@ SUMMARIZE = (
 )
 # Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
 _SUMMARY_TOKENS = 2048
+# The roles of instructions, which no summary replaces.
+_INSTRUCTING = ("system", "developer")
 # The part of the context after which a conversation is compacted, where the request names no threshold.
 _DEFAULT_SHARE = 0.75
 
@@ -48,29 +50,28 @@ def no_summary_error(limit: int) -> errors.UpstreamError:
 
 
 def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, Item]]:
-    """Return *items*, each with its path, from the last summary of all before it on."""
+    """Return *items*, each with its path, from the last summary of all before it on, and the instructions before it."""
     for place in range(len(items) - 1, 0, -1):
         _, item = items[place]
         if item.get("type") == "compaction" and seals_all(item.get("encrypted_content")):
-            return items[place:]
+            instructions = [(path, before) for path, before in items[:place] if before.get("role") in _INSTRUCTING]
+            return [*instructions, *items[place:]]
     return items
 
 
-async def compact_beyond_threshold(
-    context: RequestContext[Conversation], request: ParsedRequest
-) -> Sequence[AnswerState]:
+async def compact_beyond_threshold(context: RequestContext[Conversation], request: ParsedRequest) -> None:
     """
     Compact the conversation of *request* if it has more tokens than its ``context_management`` allows.
 
-    The answer then goes on from the instructions, a summary and the user's last message. Returns what the summary took.
-    Raises :class:`ServiceError`.
+    The answer then goes on from the instructions, a summary and the user's last message. The summary and what it took
+    are kept in *request*, also for another attempt. Raises :class:`ServiceError`.
     """
     threshold = _threshold(context, request)
     if threshold is None or request.compaction is not None:
-        return ()
+        return
     conversation = context.body
     if await _count(context) <= threshold:
-        return ()
+        return
     limit = summary_limit(context.model.settings.max_model_len)
     options = ChatOptions(model=conversation.options.model, max_tokens=limit)
     if "temperature" in context.model.adapter.supported:
@@ -91,8 +92,8 @@ async def compact_beyond_threshold(
     if not summary:
         raise no_summary_error(limit)
     request.compaction = OutputCompaction(encrypted_content=seal(summary, summarizes_all=True))
+    request.summarized = [answer.run.progress]
     _replace_by(summary, conversation)
-    return [answer.run.progress]
 
 
 def _replace_by(summary: str, conversation: Conversation) -> None:
@@ -100,10 +101,11 @@ def _replace_by(summary: str, conversation: Conversation) -> None:
     messages = conversation.messages
     kept = [number for number, message in enumerate(messages) if isinstance(message, SystemMessage | DeveloperMessage)]
     users = [number for number, message in enumerate(messages) if isinstance(message, UserMessage)]
+    last = conversation.origins.message(len(messages) - 1)
     conversation.keep([*kept, *users[-1:]])
     origins = list(conversation.origins.messages or ())
     conversation.messages.insert(len(kept), AssistantMessage(content=summary_text(summary)))
-    origins.insert(len(kept), origins[-1])
+    origins.insert(len(kept), last)
     conversation.origins = msgspec.structs.replace(conversation.origins, messages=origins)
 
 

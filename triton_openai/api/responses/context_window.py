@@ -52,10 +52,10 @@ async def prepare_fitting(
 
     Raises as :func:`prepare_chat`.
     """
-    spent = await compact_beyond_threshold(context, request)
+    await compact_beyond_threshold(context, request)
     prepared = await _prepare_shortened(context, request, answer_id)
     # The key pays for the summary too.
-    context.record.answers = [*context.record.answers, *spent]
+    context.record.answers = [*context.record.answers, *request.summarized]
     return prepared
 
 

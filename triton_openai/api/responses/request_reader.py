@@ -35,6 +35,7 @@ from triton_openai.api.tools import (
     plan_tools,
 )
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter, missing, printable
+from triton_openai.generation import AnswerState
 from triton_openai.prompts import messages
 from triton_openai.prompts.origins import MessageOrigin, Origins
 
@@ -354,6 +355,8 @@ class ParsedRequest(msgspec.Struct):
     before: Sequence[Item] = ()
     #: The summary that the answer goes on from, if the conversation was compacted for it.
     compaction: OutputCompaction | None = None
+    #: How the model made that summary.
+    summarized: Sequence[AnswerState] = ()
 
 
 def read(
