@@ -45,6 +45,8 @@ LIFETIME = 3600.0
 #: Bytes of a part, as at OpenAI, and parts of an upload.
 MAX_PART_SIZE = 64 * 1024 * 1024
 MAX_PARTS = 1000
+# How many times the bytes of a file its parts may have together: a client that has lost an answer sends a part again.
+_MAX_REPEATED = 2
 # Bytes of a form besides its part.
 _FORM_SIZE = 64 * 1024
 _UPLOAD_ID = re.compile(r"upload_([0-9a-f]{32})")
@@ -166,8 +168,8 @@ async def _check_room(parts: UploadParts, file: StoredFile) -> None:
         raise errors.InvalidRequest(
             f"An upload can have {MAX_PARTS} parts at most.", param="data", code="too_many_parts"
         )
-    if sum(sizes.values()) > file.bytes:
-        message = f"The parts have more bytes together than the {file.bytes} of the file."
+    if sum(sizes.values()) > _MAX_REPEATED * file.bytes:
+        message = f"The parts have more than {_MAX_REPEATED} times the {file.bytes} bytes of the file together."
         raise errors.InvalidRequest(message, param="data", code="upload_too_large")
 
 

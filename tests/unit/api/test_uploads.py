@@ -115,7 +115,7 @@ async def test_what_is_no_upload_is_refused(tmp_path: Path, monkeypatch: pytest.
             ("too much for the key", new(bytes=690_000, purpose="user_data"), 413, None),
             ("no bytes", new(bytes=0), 400, "bytes"),
             ("no such purpose", new(purpose="other"), 400, "purpose"),
-            ("more than declared", add(proxy, path, b"x" * 10_000), 400, "data"),
+            ("more than declared, twice", add(proxy, other, b"x" * 6), 400, "data"),
             ("no data", call(proxy, "POST", f"{path}/parts", data=no_data), 400, "data"),
             ("of another key", add(proxy, path, b"x", "sk-2"), 404, "upload_id"),
             ("of nobody", add(proxy, "/v1/uploads/upload_1", b"x"), 404, "upload_id"),
@@ -154,6 +154,17 @@ async def test_a_cancelled_and_an_expired_upload_leave_nothing(tmp_path: Path) -
         await begin(proxy)
         await files.sweep()
         assert [] == left(proxy)
+
+
+async def test_a_part_that_is_sent_again(tmp_path: Path) -> None:
+    """A client whose connection broke before the answer sends the part again, and names one of both."""
+    async with running(tmp_path) as proxy:
+        path = await begin(proxy, bytes=6)
+        await part(proxy, path, b"one")
+        ids = [await part(proxy, path, b"one"), await part(proxy, path, b"two")]
+        status, upload = await complete(proxy, path, ids)
+        assert (200, 6) == (status, upload["file"]["bytes"])
+        assert [upload["file"]["id"]] == left(proxy)
 
 
 async def test_an_upload_is_completed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
