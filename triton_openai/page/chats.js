@@ -66,11 +66,11 @@ export function keep() {
  */
 export function takeOthers(busy) {
   chats = stored();
-  const place = chats.findIndex((one) => one.id === current.id);
+  const index = chats.findIndex((one) => one.id === current.id);
   const mine = current;
-  if (place < 0) chats.unshift(mine);
-  else if (busy) chats[place] = mine;
-  else current = Object.assign(chats[place], { draft: mine.draft || chats[place].draft });
+  if (index < 0) chats.unshift(mine);
+  else if (busy) chats[index] = mine;
+  else current = Object.assign(chats[index], { draft: mine.draft || chats[index].draft });
   return JSON.stringify(current.messages) !== JSON.stringify(mine.messages);
 }
 
