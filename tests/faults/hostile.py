@@ -466,6 +466,9 @@ def _trouble(request: Request, answer: _Answer) -> str | None:
         return name if answer.status >= 500 and answer.status not in _EXCUSED else None
     if len(answer.body) > _LARGEST:
         return f"{name} with more than {_LARGEST} bytes"
+    if answer.status == 416 and not answer.body:
+        # A range that a file does not have: the answer is its Content-Range.
+        return None
     text = answer.body.decode("utf-8", "replace")
     if answer.status >= 400 and not text.startswith('{"status":'):
         try:

@@ -25,11 +25,10 @@ from tests.form_shapes import CONTENTS, OVERHEAD
 from tests.speech import encoded, muxed, speak
 from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.routes import OPERATIONS
-from triton_openai.api.uploaded_files import FileUpload
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob
-from triton_openai.operations import Operation
+from triton_openai.operations import BodyKind, Operation
 
 KEYS = ("sk-one", "sk-two")
 #: The only model that is loaded and unloaded.
@@ -138,19 +137,22 @@ _SEGMENTS = {
     "completion": "resp",
     "batch": "resp",
     "file": "resp",
+    "upload": "upload",
 }
+_KINDS = ("resp", "conv", "msg", "upload", "part", "batch")
+_GIVEN_OUT = re.compile(rb'"((resp|conv|msg|upload|part|batch)_[0-9a-zA-Z_]+)"')
 
 
 class Known:
     """Ids that the service has given out, by their kind; those of *foreign* belong to another key."""
 
     def __init__(self) -> None:
-        self.ids: dict[str, deque[str]] = {kind: deque(maxlen=32) for kind in ("resp", "conv", "msg")}
+        self.ids: dict[str, deque[str]] = {kind: deque(maxlen=32) for kind in _KINDS}
         self.foreign: dict[str, deque[str]] = {kind: deque(maxlen=32) for kind in self.ids}
 
     def note(self, answer: bytes, *, foreign: bool) -> None:
         """Remember the ids in the beginning of an *answer*."""
-        for found in re.findall(rb'"((resp|conv|msg)_[0-9a-zA-Z_]+)"', answer[:4000]):
+        for found in _GIVEN_OUT.findall(answer[:4000]):
             (self.foreign if foreign else self.ids)[found[1].decode()].append(found[0].decode())
 
     def id(self, chance: Random, kind: str) -> str:
@@ -447,6 +449,9 @@ class _Maker:
         if chance.random() < 0.1:
             return self.text(3.3).encode("utf-8", "replace").decode() or "-"
         kind = _SEGMENTS[name]
+        if operation == "get_batch_output":
+            # Other operations end batches that are still looked at.
+            kind = "batch"
         return chance.choice(MODELS) if kind == "model" else self._known.id(chance, kind)
 
     def _query(self, operation: Operation) -> str:
@@ -520,6 +525,21 @@ class _Maker:
 
     def filed(self) -> dict[str, Any]:
         return {"purpose": self._chance.choice(("batch", "user_data", "x")), "file": _A_FILE}
+
+    def uploaded(self) -> dict[str, Any]:
+        return {
+            "filename": "lines.jsonl",
+            "purpose": self._chance.choice(("batch", "user_data", "x")),
+            "bytes": self._chance.choice((1, 4, 1000, 500_000, 2**40)),
+            "mime_type": "text/jsonl",
+        }
+
+    def upload_part(self) -> dict[str, Any]:
+        return {"data": _A_FILE}
+
+    def completed(self) -> dict[str, Any]:
+        count = self._chance.choice((1, 1, 2, 5))
+        return {"part_ids": [self._known.id(self._chance, "part") for _ in range(count)]}
 
     def batched(self) -> dict[str, Any]:
         endpoint = self._chance.choice(("/v1/chat/completions", "/v1/embeddings", "/v1/files", "x"))
@@ -796,7 +816,7 @@ _FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 
 
 def _takes_form(operation: Operation) -> bool:
-    return operation.request is not None and issubclass(operation.request, FormRequest | FileUpload)
+    return operation.reads is BodyKind.FORM
 
 
 @cache
@@ -828,6 +848,9 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
     "create_message": _Maker.message,
     "count_message_tokens": _Maker.counted,
     "create_file": _Maker.filed,
+    "create_upload": _Maker.uploaded,
+    "add_upload_part": _Maker.upload_part,
+    "complete_upload": _Maker.completed,
     "create_batch": _Maker.batched,
     "create_message_batch": _Maker.batched_messages,
     "create_transcription": _Maker.spoken,

@@ -300,7 +300,11 @@ async def read_file(service: Service, file: StoredFile) -> bytes:
     content = bytearray()
     try:
         while len(content) < file.bytes:
-            content += await files.read_piece(file.id, len(content), file.bytes)
+            piece = await files.read_piece(file.id, len(content), file.bytes)
+            if not piece:
+                # The disk has lost its end.
+                raise _gone(file)
+            content += piece
     except FileNotFoundError as error:
         raise _gone(file) from error
     except StoreUnavailable as error:

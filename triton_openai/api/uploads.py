@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta
@@ -44,9 +45,13 @@ LIFETIME = 3600.0
 #: Bytes of a part, as at OpenAI, and parts of an upload.
 MAX_PART_SIZE = 64 * 1024 * 1024
 MAX_PARTS = 1000
+# How many times the bytes of a file its parts may have together: a client that has lost an answer sends a part again.
+_MAX_REPEATED = 2
 # Bytes of a form besides its part.
 _FORM_SIZE = 64 * 1024
 _UPLOAD_ID = re.compile(r"upload_([0-9a-f]{32})")
+# By the id in the path. An upload is completed or cancelled by one request at a time: to complete it copies the file.
+_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
 class UploadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -163,8 +168,8 @@ async def _check_room(parts: UploadParts, file: StoredFile) -> None:
         raise errors.InvalidRequest(
             f"An upload can have {MAX_PARTS} parts at most.", param="data", code="too_many_parts"
         )
-    if sum(sizes.values()) > file.bytes:
-        message = f"The parts have more bytes together than the {file.bytes} of the file."
+    if sum(sizes.values()) > _MAX_REPEATED * file.bytes:
+        message = f"The parts have more than {_MAX_REPEATED} times the {file.bytes} bytes of the file together."
         raise errors.InvalidRequest(message, param="data", code="upload_too_large")
 
 
@@ -202,16 +207,26 @@ async def _write_field(field: FormPart, parts: UploadParts, part_id: str) -> Non
 async def complete(service: Service, call: Call[CompleteRequest]) -> Reply:
     """Make a file of the parts of an upload. The bytes must be as many as were declared."""
     files = files_of(service)
-    file = await _find(files, call)
-    if file.state != "processed":
-        try:
-            file = await _joined(files, file, call.body)
-        except ServiceError:
-            # Another request of the client may have completed it meanwhile, and deleted the parts.
-            file = await _find(files, call)
-            if file.state != "processed":
-                raise
+    async with _lock(call.path["upload"]):
+        file = await _find(files, call)
+        if file.state != "processed":
+            try:
+                file = await _joined(files, file, call.body)
+            except ServiceError:
+                # Another service may have completed it meanwhile, and deleted the parts.
+                file = await _find(files, call)
+                if file.state != "processed":
+                    raise
     return whole(_upload_object(file, "completed"))
+
+
+def _lock(upload_id: str) -> asyncio.Lock:
+    """Return the lock of an upload in this process."""
+    lock = _locks.get(upload_id)
+    if lock is None:
+        lock = asyncio.Lock()
+        _locks[upload_id] = lock
+    return lock
 
 
 async def _joined(files: Files, file: StoredFile, body: CompleteRequest) -> StoredFile:
@@ -238,7 +253,13 @@ async def _joined(files: Files, file: StoredFile, body: CompleteRequest) -> Stor
     if seconds is not None:
         expires = file.created + seconds
     done = msgspec.structs.replace(file, state="processed", expires=expires)
-    await files.store.files.complete(done)
+    if not await files.store.files.complete_upload(done):
+        # Another service has completed it, or it was cancelled or has expired meanwhile.
+        other = await files.store.files.find_upload(file.id, file.owner)
+        if other is None:
+            await files.unlink(file.id)
+            raise errors.ObjectNotFound("The upload was cancelled, or has expired.", param="upload_id")
+        done = other
     await parts.clear()
     return done
 
@@ -246,9 +267,10 @@ async def _joined(files: Files, file: StoredFile, body: CompleteRequest) -> Stor
 async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel an upload that is not complete, and delete its parts."""
     files = files_of(service)
-    file = await _pending(service, call)
-    await files.delete(file)
-    await UploadParts(files, file.id).clear()
+    async with _lock(call.path["upload"]):
+        file = await _pending(service, call)
+        await files.delete(file)
+        await UploadParts(files, file.id).clear()
     return whole(_upload_object(file, "cancelled"))
 
 

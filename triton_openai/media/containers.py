@@ -29,7 +29,8 @@ _CHUNK_HEAD = 8
 _RIFF_HEAD = 12
 # The most chunks in front of samples, and behind empty ones, that are looked at.
 _MAX_CHUNKS = 1_000
-_FIRST_BYTE = re.compile(rb"[^\x00]")
+# Bytes that are searched at once: each search holds the interpreter.
+_SLICE = 1 << 20
 # The first bytes of the files that libsndfile reads.
 _NATIVE = re.compile(rb"(?s)(?:RIFF|RF64|RIFX)....WAVE|FORM....AIF[FC]|fLaC|\.snd|caff|riff\x2e\x91\xcf\x11")
 # Those of containers that FFmpeg reads, whose content looks like frames of MPEG audio.
@@ -89,8 +90,9 @@ class Part(io.RawIOBase):
         return self._head + bytes(self._body)
 
     def has(self, pattern: re.Pattern[bytes]) -> bool:
-        """Return whether *pattern* is somewhere in its body."""
-        return pattern.search(self._body) is not None
+        """Return whether *pattern*, of at most 256 bytes, is somewhere in its body."""
+        starts = range(0, len(self._body), _SLICE)
+        return any(pattern.search(self._body[start : start + _SLICE + 256]) for start in starts)
 
     def readable(self) -> bool:
         return True
@@ -160,10 +162,11 @@ def _known(data: bytes, place: int) -> Content | None:
 
 def _behind_zeros(data: bytes, place: int) -> int:
     """Return the position of the first byte from *place* on that is not 0, *place* if there is none."""
-    first = _FIRST_BYTE.search(data, place)
-    if first is None:
-        return place
-    return first.start()
+    for start in range(place, len(data), _SLICE):
+        rest = data[start : start + _SLICE].lstrip(b"\0")
+        if rest:
+            return min(len(data), start + _SLICE) - len(rest)
+    return place
 
 
 def _behind_tags(data: bytes) -> int:
@@ -197,15 +200,16 @@ def _with_sizes(data: bytes, start: int) -> Part:
     form = b""
     size = 0
     place = start + _RIFF_HEAD
+    name = b""
     for _ in range(_MAX_CHUNKS):
         name = data[place : place + 4]
         size = int.from_bytes(data[place + 4 : place + 8], "little")
-        if name == b"data":
+        if name == b"data" or place + _CHUNK_HEAD > len(data):
             break
         if name == b"fmt ":
             form = data[place : place + _CHUNK_HEAD + size + size % 2]
         place += _CHUNK_HEAD + size + size % 2
-    else:
+    if name != b"data" or place + _CHUNK_HEAD > len(data):
         return Part(data, start)
     body = place + _CHUNK_HEAD
     left = len(data) - body
@@ -226,7 +230,8 @@ def _are_chunks(data: bytes, place: int) -> bool:
     for _ in range(_MAX_CHUNKS):
         if place + _CHUNK_HEAD > len(data):
             break
-        if not (data[place : place + 4].isascii() and data[place : place + 4].decode("ascii").isprintable()):
+        name = data[place : place + 4]
+        if not (name.isascii() and name.decode("ascii").isprintable()):
             return False
         size = int.from_bytes(data[place + 4 : place + 8], "little")
         place += _CHUNK_HEAD + size + size % 2

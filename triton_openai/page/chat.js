@@ -439,6 +439,11 @@ $("#import-file").addEventListener("change", async () => {
   }
   $("#import-file").value = "";
 });
+addEventListener("storage", ({ key }) => {
+  if (key !== chats.NAME) return;
+  if (chats.takeOthers(running !== null)) showChat();
+  else showList();
+});
 for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => {
   $(`#${button.dataset.example}`).value = JSON.stringify(EXAMPLES[button.dataset.example], null, 2);
   keepDraft();

@@ -1,24 +1,42 @@
 // The chats of this reader, kept in this browser: never an API key. A chat is its messages, its draft and its settings.
 
 // Each address of the service has its own.
-const NAME = `triton-openai chats ${new URL(".", document.baseURI).pathname}`;
+export const NAME = `triton-openai chats ${new URL(".", document.baseURI).pathname}`;
 const FIELDS = ["id", "title", "changed", "messages", "draft", "settings"];
+const ROLES = ["user", "assistant", "tool"];
 
-let chats = read();
+const kept = stored();
+let chats = kept.length ? kept : [made()];
 let current = chats[0];
 
-function read() {
+/** Return the chats that this browser keeps. */
+function stored() {
   try {
-    const kept = JSON.parse(localStorage.getItem(NAME) ?? "[]").filter(isChat);
-    if (kept.length) return kept;
+    return JSON.parse(localStorage.getItem(NAME) ?? "[]").filter(isChat).map(whole);
   } catch { /* The browser keeps nothing, or something else is there. */ }
-  return [made()];
+  return [];
 }
 
-/** Return whether something that was kept or imported is a chat. */
+/** Return whether something that was kept or imported is a chat that the page can show. */
 function isChat(one) {
-  return typeof one?.id === "string" && Array.isArray(one.messages)
-    && one.messages.every((message) => typeof message?.role === "string" && typeof message.content === "string");
+  return typeof one?.id === "string" && Array.isArray(one.messages) && one.messages.every(isMessage);
+}
+
+function isMessage(message) {
+  const { role, content, reasoning = "", images = [], tool_calls = [] } = message ?? {};
+  return ROLES.includes(role) && typeof content === "string" && typeof reasoning === "string"
+    && Array.isArray(images) && images.every((url) => typeof url === "string" && url.startsWith("data:image/"))
+    && Array.isArray(tool_calls) && tool_calls.every(isCall);
+}
+
+function isCall(call) {
+  return [call?.id, call?.function?.name, call?.function?.arguments].every((text) => typeof text === "string");
+}
+
+/** Return a chat with all of its fields, and no others. */
+function whole(one) {
+  return { id: one.id, title: String(one.title ?? ""), changed: Number(one.changed) || 0, messages: one.messages,
+    draft: String(one.draft ?? ""), settings: { ...one.settings } };
 }
 
 function made() {
@@ -40,6 +58,20 @@ export function keep() {
       else kept[heavy] = { ...kept[heavy], messages: kept[heavy].messages.map(({ images, ...rest }) => rest) };
     }
   }
+}
+
+/**
+ * Take what another tab has kept: without it, the next `keep` here would lose it. The current chat stays as it is while it
+ * is `busy`, and its draft in any case. Return whether its messages are others now.
+ */
+export function takeOthers(busy) {
+  chats = stored();
+  const index = chats.findIndex((one) => one.id === current.id);
+  const mine = current;
+  if (index < 0) chats.unshift(mine);
+  else if (busy) chats[index] = mine;
+  else current = Object.assign(chats[index], { draft: mine.draft || chats[index].draft });
+  return JSON.stringify(current.messages) !== JSON.stringify(mine.messages);
 }
 
 export const all = () => chats;
@@ -89,8 +121,7 @@ export function add(text) {
   if (!found.length || !found.every(isChat)) throw new Error("This file has no chats of this page.");
   const known = new Set(chats.map((one) => one.id));
   for (const one of found) {
-    const fields = Object.fromEntries(FIELDS.map((name) => [name, one[name]]));
-    chats.push({ ...made(), ...fields, draft: String(one.draft ?? ""), settings: { ...one.settings }, ...(known.has(one.id) && { id: made().id }) });
+    chats.push({ ...whole(one), ...(known.has(one.id) && { id: made().id }) });
   }
   chats.sort((one, other) => other.changed - one.changed);
   keep();

@@ -56,6 +56,20 @@ class FileTable(Tables):
         yield "DELETE FROM file WHERE id = $1", file.id
         yield from insert_file(file)
 
+    @operation(write=True)
+    def complete_upload(self, file: StoredFile) -> Steps[bool]:
+        """Do as :meth:`complete`, if the reservation is still there and has not expired; return whether it is."""
+        yield (EXCLUDE_WRITERS,)
+        rows = yield (
+            "SELECT 1 FROM file WHERE id = $1 AND state = 'uploading' AND expires > $2",
+            *(file.id, time.time()),
+        )
+        if not rows:
+            return False
+        yield "DELETE FROM file WHERE id = $1", file.id
+        yield from insert_file(file)
+        return True
+
     @operation()
     def find(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
         """Return a complete file of *owner*."""

@@ -21,6 +21,7 @@ from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton
 from tests.proxy_fixture import Proxy, serving
 from tests.store_fixture import Place, local
+from triton_openai.api import uploaded_files
 from triton_openai.app import SERVICE
 from triton_openai.batches import file_folder as batch_files
 from triton_openai.batches.bucket import BucketFiles
@@ -33,6 +34,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
+from triton_openai.errors import ObjectNotFound
 from triton_openai.storage.batch_records import StoredFile
 
 TEXT = b"<script>alert(1)</script>\n" * 4000
@@ -339,3 +341,17 @@ async def test_a_page_has_a_hundred_files(tmp_path: Path) -> None:
         assert [f"file-{number:032x}" for number in reversed(range(250))] == seen
         assert 250 == len((await call(proxy, "GET", "?limit=10000"))[1]["data"])
         assert 400 == (await call(proxy, "GET", "?limit=10001"))[0]
+
+
+async def test_a_file_that_has_lost_its_end(tmp_path: Path) -> None:
+    """Whoever reads it whole gets an error: the rest does not come."""
+    async with running(tmp_path) as proxy:
+        service = proxy.client.app[SERVICE]
+        status, file = await call(proxy, "POST", "", data=form(purpose="user_data"))
+        assert 200 == status
+        stored = await service.files.store.files.find(file["id"], "one")
+        assert TEXT == await uploaded_files.read_file(service, stored)
+        os.truncate(service.files.folder / stored.id, 5)
+        async with asyncio.timeout(5):
+            with pytest.raises(ObjectNotFound):
+                await uploaded_files.read_file(service, stored)

@@ -82,3 +82,14 @@ def test_what_it_costs() -> None:
     before = time.thread_time()
     align("no " * 150, samples, RATE)
     assert time.thread_time() - before < 0.5
+
+
+@every_case("count", [40, 41, 500, 3000])
+def test_more_words_than_one_can_say(count: int) -> None:
+    """A model that repeats itself takes no seconds either, and every word has its place."""
+    samples = np.concatenate([speak(("no",), pause=0.1)] * 60).tobytes()
+    before = time.thread_time()
+    found = align("no " * count, samples, RATE)
+    assert time.thread_time() - before < 0.5
+    assert count == len(found)
+    assert [word.start for word in found] == sorted(word.start for word in found)

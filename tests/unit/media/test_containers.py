@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,27 @@ _LIST = b"LIST" + struct.pack("<I", 4) + b"INFO"
 def test_wav_files_whose_sizes_are_wrong(file: bytes) -> None:
     """A recorder that streams, or that was ended, leaves sizes of 0 or too large ones: all samples are heard."""
     assert list(SENTENCE) == heard(file)
+
+
+_CHUNKS = b"abcd" + bytes(4)
+_RIFF = b"RIFF\xff\xff\xff\xffWAVE"
+_SIZE = 16 << 20
+
+
+@every_case(
+    "file",
+    [
+        bytes(_SIZE),
+        _RIFF + _CHUNKS * (_SIZE // len(_CHUNKS)),
+        _RIFF + _LIST + b"data" + bytes(4) + _CHUNKS * (_SIZE // len(_CHUNKS)),
+    ],
+    ids=lambda file: repr(file[:48]),
+)
+def test_files_that_take_long_to_look_at(file: bytes) -> None:
+    """Zeros and empty chunks without end take no seconds: an upload can have megabytes of them."""
+    began = time.thread_time()
+    content_of(file)
+    assert time.thread_time() - began < 0.1
 
 
 def test_a_wav_file_that_is_really_empty() -> None:

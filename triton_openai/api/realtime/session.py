@@ -103,7 +103,9 @@ class RealtimeSession(CallSession):
         self._settings = SessionSettings(transcription=transcription)
         self._model: ServedModel | None = None
         self._audio = InputAudio(self._settings.format, None)
-        self._detectors: dict[int, Detector] = {}
+        # The last one, and the rate that it is for: clients may name any rate, and each has a network of its own.
+        self._detector: Detector | None = None
+        self._detector_rate = 0
         self._ready = False
         self._reservation = media_reservation(service)
         self._turns = Turns(
@@ -134,9 +136,6 @@ class RealtimeSession(CallSession):
         await self._send_settings(kind, beta=self._beta)
 
     async def receive(self, frame: bytes) -> None:
-        if self._executor.draining.begun:
-            # What was spoken before is still written down.
-            return
         event_id = None
         try:
             event = await offload.run(read_event, frame, cost=offload.json_cost(len(frame)))
@@ -145,7 +144,9 @@ class RealtimeSession(CallSession):
             if handler is None:
                 _refuse_event(event.type)
             async with self._lock:
-                await handler(self, event)
+                # What was spoken before is still written down. Behind it, a turn would never end.
+                if not self._executor.draining.begun:
+                    await handler(self, event)
         except errors.ServiceError as error:
             await self.send(error_event(error, event_id))
 
@@ -239,10 +240,11 @@ class RealtimeSession(CallSession):
 
     async def _activity(self, detection: DetectionSettings) -> VoiceActivity:
         rate = self._settings.format.samples_per_second
-        detector = self._detectors.get(rate)
-        if detector is None:
+        detector = self._detector
+        if detector is None or rate != self._detector_rate:
             detector = await offload.run(detector_for, rate, cost=_LOADING_COST)
-            self._detectors[rate] = detector
+            self._detector = detector
+            self._detector_rate = rate
         detector.reset()
         return VoiceActivity(rate, detection.pauses, detector=detector)
 

@@ -1,0 +1,54 @@
+"""The chats that the page keeps in the browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.programs import found, needs
+
+MODULE = Path(__file__).parents[3] / "triton_openai/page/chats.js"
+_CALL = {"id": "a", "type": "function", "function": {"name": "b", "arguments": "{}"}}
+_IMAGE = "data:image/png;base64,AAAA"
+
+
+def chat(**message: Any) -> Any:
+    """Return a chat with one message."""
+    return {"id": "1", "messages": [{"role": "assistant", "content": "x", **message}]}
+
+
+#: What the page can show, and what would make it fail at every start.
+RIGHT = (
+    chat(),
+    chat(role="tool", tool_call_id="a"),
+    chat(images=[_IMAGE], reasoning="why", tool_calls=[_CALL], note="n", error="e"),
+    {**chat(), "title": 1, "changed": "x", "draft": None, "settings": None},
+)
+WRONG = (
+    {"id": "1"},
+    chat(role="a b"),
+    chat(role=""),
+    chat(role="system"),
+    chat(content=None),
+    chat(reasoning={"length": 5}),
+    chat(images=5),
+    chat(images=["/v1/files"]),
+    chat(images=["http://example.com/a.png"]),
+    chat(tool_calls="abc"),
+    chat(tool_calls=[None]),
+    chat(tool_calls=[{"id": "a"}]),
+)
+
+
+@needs("Node.js")
+def test_chats_of_files_and_of_other_tabs() -> None:
+    """Only a chat that can be shown is taken. What another tab keeps is not lost, and a draft stays."""
+    command = [found("Node.js"), str(Path(__file__).with_name("chats.mjs")), str(MODULE)]
+    done = subprocess.run(command, input=json.dumps([*RIGHT, *WRONG]), capture_output=True, text=True, check=True)
+    made = json.loads(done.stdout)
+    assert [True] * len(RIGHT) + [False] * len(WRONG) == made["taken"]
+    assert ["one", "three", "two"] == made["texts"]
+    assert made["changed"]
+    assert ["draft"] == made["drafts"]
