@@ -14,6 +14,7 @@ import yaml
 from deploy import generate
 from docs import generate as docs_generate
 from tests import deploy_files as files
+from tests.cases import every_case
 from tests.deploy_files import CHART, DEPLOY, FORMS
 from triton_openai.config.options import options
 from triton_openai.telemetry.vllm_names import RENAMED, SCRAPED_RENAMED
@@ -581,6 +582,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
     ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
     ({"mode": "sidecar", "triton": {"modelRepository": {"url": "http://models"}}}, "url"),
+    ({"tracing": {"tritonEndpoint": "http://collector:4318/v1/traces"}}, "tritonEndpoint needs mode sidecar"),
     ({"service": {"nodePort": 30900}}, "service.nodePort needs service.type"),
     ({"ingress": {"enabled": True}}, "ingress needs hosts"),
     ({"httpRoute": {"enabled": True}}, "parentRefs"),
@@ -642,10 +644,61 @@ def test_the_values_in_the_guide() -> None:
     text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
-    assert 3 == len(blocks)
-    for made in map(files.render, map(yaml.safe_load, blocks)):
+    keys, *values = map(yaml.safe_load, blocks)
+    assert {"keys"} == set(keys)
+    assert 4 == len(values)
+    for made in map(files.render, values):
         for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
             valid(manifest, "latest")
+
+
+def _set_values(command: str) -> dict[str, Any]:
+    """Return the values that the ``--set`` options of *command* make."""
+    values: dict[str, Any] = {}
+    for path, text in re.findall(r"--set '?([\w.]+)='?(\{[^}]*\}|[^\s']+)", command):
+        value: Any = text
+        if text.startswith("{"):
+            value = text.strip("{}").split(",")
+        *parents, last = path.split(".")
+        node = values
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return values
+
+
+@every_case("name", ["docs/guides/kubernetes.md", "deploy/helm/triton-openai/README.md"])
+def test_the_commands_of_the_documents(name: str) -> None:
+    """Each `helm install --set` is accepted, and takes the image that the commands before it have pushed."""
+    text = (files.ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
+    (pushed,) = re.findall(r"docker push (\S+)", text)
+    commands = [_set_values(line) for line in re.findall(r"^helm install .*--set .*$", text, re.MULTILINE)]
+    images = [files.service_container(_pod_of(values))["image"] for values in commands]
+
+    assert pushed == images[-1]
+
+
+def _pod_of(values: Mapping[str, Any]) -> Any:
+    """Return the pods that the chart makes of *values*."""
+    return files.documents(files.render(values)["templates/deployment.yaml"])[0]["spec"]["template"]["spec"]
+
+
+def test_the_example_takes_the_image_that_was_pushed() -> None:
+    """The tag of its values is the one of the commands, and not that of the chart."""
+    values = files.load(files.ROOT / "examples/kubernetes/values.yaml")
+    image = f"{values['image']['repository']}:{values['image']['tag']}"
+    for name in ("examples/kubernetes/README.md", "docs/tutorials/tracing-on-kubernetes.md"):
+        assert [image] == re.findall(r"docker push (\S+)", (files.ROOT / name).read_text(encoding="utf-8")), name
+
+
+def test_the_values_that_the_chart_describes() -> None:
+    """Each value that the README of the chart names is one of the chart."""
+    text = (CHART / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    named = {tuple(name.split(".")) for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+
+    assert named
+    assert named <= _keys(VALUES)
 
 
 def test_settings_arrive_as_they_are() -> None:

@@ -183,7 +183,9 @@ def _prompts(options: Mapping[str, Any]) -> Iterator[str]:
         return _stories()
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"--prompts: {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
         raise ConfigurationError(f"--prompts: {file} cannot be read: {error}.") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:

@@ -98,19 +98,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     def unreachable(self, error: BaseException) -> ServiceError:
         """Return the error for a request that got no answer because of *error*."""
-        if isinstance(error, TimeoutError):
-            reason = "it did not answer in time"
-        elif isinstance(error, aiohttp.ClientConnectorCertificateError):
-            reason = f"its certificate is not trusted ({error.certificate_error})"
-        elif isinstance(error, aiohttp.ClientConnectorError):
-            reason = error.strerror or str(error.os_error)
-            if error.errno is not None and error.errno > 0:
-                # The event loop's own words repeat the address.
-                reason = os.strerror(error.errno)
-        else:
-            reason = str(error) or type(error).__name__
         advice = "Is a service running there? Name another with --url."
-        return ServiceError(f"{self.url} cannot be asked: {reason}. {advice}")
+        return ServiceError(f"{self.url} cannot be asked: {connection_reason(error)}. {advice}")
 
     def refused(self, status: int, body: bytes) -> ServiceError:
         """Return the error for an answer with *status* and *body*."""
@@ -119,6 +108,20 @@ class Endpoint(msgspec.Struct, frozen=True):
         if status == 401:
             advice = f" Set {KEY_VARIABLE} to a key of this service."
         return ServiceError(f"{self.url} answers with HTTP {status}: {message}.{advice}")
+
+
+def connection_reason(error: BaseException) -> str:
+    """Return why a request got no answer, in words for people and without a final period."""
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is not trusted ({error.certificate_error})"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        if error.errno is not None and error.errno > 0:
+            # The event loop's own words repeat the address.
+            return os.strerror(error.errno)
+        return error.strerror or str(error.os_error)
+    return str(error) or type(error).__name__
 
 
 def add_options(parser: CommandParser) -> None:

@@ -277,7 +277,9 @@ async def test_a_service_that_is_away_fails_no_lines(prompts: Path, tmp_path: Pa
     async with live() as service:
         url = service.url
     assert 1 == await run(url, prompts, "-o", output, "--live", "--retries", 1)
-    assert "cannot be reached" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be reached: Connection refused." in said
+    assert "The same command again continues." in said
     assert not (tmp_path / "out.errors.jsonl").exists()
     async with live() as service:
         assert 0 == await run(service.url, prompts, "-o", output, "--live")
@@ -361,6 +363,53 @@ async def test_what_is_not_continued(prompts: Path, tmp_path: Path) -> None:
     assert ["line-1"] == ids(output)
 
 
+async def test_a_corrected_command_begins_anew(prompts: Path, tmp_path: Path) -> None:
+    """Where no line was answered, the same output takes the answers to other requests, and failed lines are gone."""
+    output = tmp_path / "out.jsonl"
+    async with live() as service:
+        for number in range(1, 11):
+            service.behaviour[f"Prompt {number}?"] = [status(400)]
+        assert 1 == await run(service.url, prompts, "-o", output, "--live", "--temperature", 9)
+        assert 10 == len(ids(tmp_path / "out.errors.jsonl"))
+        service.behaviour.clear()
+        assert 0 == await run(service.url, prompts, "-o", output, "--live", "--temperature", 1)
+    assert sorted(ALL) == sorted(ids(output))
+    assert {"prompts.txt", "out.jsonl"} == names(tmp_path)
+
+
+@every_case(
+    "written, url",
+    [
+        ("localhost:9000/v1", "http://localhost:9000"),
+        ("https://llm.example/v1/", "https://llm.example"),
+        ("http://llm.example", "http://llm.example"),
+    ],
+)
+def test_the_url_of_the_service(written: str, url: str) -> None:
+    """The same as for `chat` and `bench`: one without a scheme is one of HTTP."""
+    assert url == parse(["list", "--url", written], {}).url
+
+
+@every_case("written", ["ftp://llm.example", "file:///v1"])
+def test_other_urls_are_refused(written: str) -> None:
+    """The error names the schemes that there are."""
+    with pytest.raises(ConfigurationError, match="must begin with http"):
+        parse(["list", "--url", written], {})
+
+
+@every_case("written, window", [("24", "24h"), ("6h", "6h")])
+def test_the_window_is_a_number_of_hours(written: str, window: str) -> None:
+    """With the letter of OpenAI's API, or without."""
+    assert window == parse(["run", "in.txt", "-o", "out", "--window", written], {}).window
+
+
+@every_case("written", ["1d", "soon", "", "h", "-1h"])
+def test_other_windows_are_refused(written: str) -> None:
+    """Before anything is sent, and with an example."""
+    with pytest.raises(ConfigurationError, match="such as 24h"):
+        parse(["run", "in.txt", "-o", "out", f"--window={written}"], {})
+
+
 # Batches
 
 
@@ -428,7 +477,9 @@ async def test_a_batch_that_is_refused_as_a_whole(prompts: Path, tmp_path: Path,
     output = tmp_path / "out.jsonl"
     async with service_with_batches(tmp_path / "service", max_enqueued_tokens=1) as service:
         assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions")
-        assert "token_limit_exceeded" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "token_limit_exceeded" in said
+        assert said.endswith("Correct the cause and run the command again.\n")
         assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions")
         assert 2 == len(await listed(service))
         assert 1 == await run(service.url, prompts, "-o", output, "--endpoint", "completions", key="sk-wrong")

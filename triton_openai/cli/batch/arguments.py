@@ -77,10 +77,17 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
 
 
 def service_url(url: str) -> str:
-    """Return the address of a service without ``/v1`` and without a final slash."""
-    if not url.startswith(("http://", "https://")):
+    """
+    Return the address of a service without ``/v1`` and without a final slash.
+
+    A URL without a scheme is one of HTTP. Raises :class:`ConfigurationError`.
+    """
+    full = url
+    if "://" not in full:
+        full = f"http://{url}"
+    if not full.startswith(("http://", "https://")):
         raise ConfigurationError(f"--url must begin with http:// or https://, and is {url!r}.")
-    return url.rstrip("/").removesuffix("/v1")
+    return full.rstrip("/").removesuffix("/v1")
 
 
 def _complete(values: dict[str, Any]) -> None:
@@ -188,13 +195,27 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     sending.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=3600.0, help="With --live: longest request. (default: 3600)"
     )
-    sending.add_argument("--window", metavar="HOURS", default="24h", help="Of a batch: its time. (default: 24h)")
+    sending.add_argument(
+        "--window",
+        metavar="HOURS",
+        type=_window,
+        default="24h",
+        help="Of a batch: the hours in which it must end, 1h to 168h. (default: 24h)",
+    )
     sending.add_argument(
         "--lines-per-batch", metavar="N", type=_count, default=50_000, help="More become several. (default: 50000)"
     )
     writing = parser.add_argument_group("answers")
     writing.add_argument("--ordered", action="store_true", help="Write the answers in the order of the input.")
     writing.add_argument("--overwrite", action="store_true", help="Begin again, and replace the output.")
+
+
+def _window(text: str) -> str:
+    """Return hours as OpenAI's ``completion_window`` writes them; the service checks how many."""
+    hours = text.removesuffix("h")
+    if not (hours.isascii() and hours.isdigit()):
+        raise argparse.ArgumentTypeError("it must be a number of hours, such as 24h")
+    return f"{hours}h"
 
 
 def _count(text: str) -> int:

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from triton_openai import __version__
+from triton_openai.cli.endpoint import connection_reason
 from triton_openai.errors import printable
 
 _T = TypeVar("_T")
@@ -87,8 +88,8 @@ class Client:
         except TimeoutError as error:
             raise RequestFailure("The service did not answer in time.") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            reason = printable(str(error), _MAX_MESSAGE) or type(error).__name__
-            raise RequestFailure(f"The service at {shown_url(self._url)} cannot be reached: {reason}") from error
+            reason = printable(connection_reason(error), _MAX_MESSAGE)
+            raise RequestFailure(f"The service at {shown_url(self._url)} cannot be reached: {reason}.") from error
 
     async def json(self, method: str, path: str, **options: Any) -> Any:
         """Send a request, and return the JSON of its answer. Raises :class:`RequestFailure`."""

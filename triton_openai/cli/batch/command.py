@@ -118,13 +118,17 @@ def _begin(files: RunFiles, options: BatchOptions, digest: str, total: int) -> N
     """Continue the run that *files* have, or begin a new one. Raises :class:`ConfigurationError`."""
     url = shown_url(options.url)
     state = files.state
+    if state is not None and state.digest != digest and not files.answers.ids and not state.open_batches:
+        # All that a mistake in the command left: the corrected command has other requests.
+        files.errors.clear()
+        state = None
     if state is None:
         files.state = State(digest=digest, total=total, run=f"run-{os.urandom(8).hex()}", url=url)
         files.save()
         return
     if state.digest != digest:
         raise ConfigurationError(
-            f"{options.output} has answers to other requests: the input or the options have changed. "
+            f"{options.output} belongs to a run with other requests: the input or the options have changed. "
             "Name another output, or begin again with --overwrite."
         )
     if state.open_batches:
@@ -206,7 +210,11 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
     ids = [batch.id for batch in state.open_batches if batch.id]
     if ids:
         texts.append(f"The service goes on with {', '.join(ids)}: 'triton-openai batch cancel' ends it.")
-    texts.append("The same command again continues.")
+    refused = isinstance(error, BatchFailed) or (isinstance(error, RequestFailure) and not error.passing)
+    if refused:
+        texts.append("Correct the cause and run the command again.")
+    else:
+        texts.append("The same command again continues.")
     return "\n".join(texts)
 
 
