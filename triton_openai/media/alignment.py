@@ -9,6 +9,7 @@ pauses, as their lengths fit best. It is an estimate, of about a tenth of a seco
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,11 @@ _PAUSE = 0.06
 # A frame is silent below this share of the loudest tenth, and below -60 dBFS.
 _SHARE = 0.1
 _SILENCE = 0.001
-# The most parts of a text, for time grows with their number and that of the words: 30 ms.
+# The most parts of a text, and how many words before and behind the one where a part is expected to end are tried: time
+# grows with the parts and with the square of the words. It is 30 ms at most. A part ends at most as many words from
+# where it is expected as there are parts, so these are no more.
 _MAX_PARTS = 40
+_TRIED = 40
 
 
 def words_of(text: str) -> Sequence[str]:
@@ -97,24 +101,34 @@ def _shares(weights: Sequence[float], lengths: Sequence[float]) -> Sequence[int]
     """
     Return up to which word each part reaches, so that the words' *weights* fit the *lengths* of the parts best.
 
-    Each part has a word at least. The cost of a part is the square of what its words lack or have too much.
+    Each part has a word at least. The cost of a part is the square of what its words lack or have too much. A model may
+    write thousands of words for a short sound, so only ends near those that are expected by the lengths are tried.
     """
     if not lengths:
         return []
     totals = [0.0]
     for weight in weights:
         totals.append(totals[-1] + weight)
-    unit = sum(lengths) / totals[-1]
+    # A sound without samples has one part of no length.
+    unit = (sum(lengths) or 1.0) / totals[-1]
     count = len(weights)
     # For each number of words: the least cost of the parts so far, and where the last part began.
     costs = [0.0] + [float("inf")] * count
     steps: list[list[int]] = []
+    tried = range(1)
+    passed = 0.0
     for number, length in enumerate(lengths):
         rest = len(lengths) - number - 1
+        passed += length
+        expected = bisect_left(totals, passed / unit)
+        earlier = tried
+        tried = range(max(number + 1, expected - _TRIED), min(count - rest, expected + _TRIED) + 1)
+        if not rest:
+            tried = range(count, count + 1)
         found = [float("inf")] * (count + 1)
         begins = [0] * (count + 1)
-        for end in range(number + 1, count - rest + 1):
-            for begin in range(number, end):
+        for end in tried:
+            for begin in range(earlier.start, min(earlier.stop, end)):
                 cost = costs[begin] + (length - unit * (totals[end] - totals[begin])) ** 2
                 if cost < found[end]:
                     found[end] = cost
