@@ -57,6 +57,7 @@ _ENGINE = {
     *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
 }
 FOREIGN = {
+    "docs/guides/chat-templates.md": {"--history-template-file"},
     "docs/guides/clients.md": {"--key", "--no-deps", "--schema"},
     "docs/guides/deployment.md": {*_DOCKER, "--strict"},
     "docs/guides/kubernetes.md": _KUBERNETES,
