@@ -90,8 +90,8 @@ class ThinkingStage:
         Returns how many tokens it keeps.
         """
         text = delta.text
-        place = _share(spans, left, thinking)
-        kept = max(1, round(tokens * place / len(text)))
+        cut = _share(spans, left, thinking)
+        kept = max(1, round(tokens * cut / len(text)))
         start = spans[0][0]
         countable = start + _CHARACTERS_PER_TOKEN * left <= _MAX_COUNTED
         if self._tokenizer is not None and len(spans) == 1 and countable:
@@ -100,8 +100,8 @@ class ThinkingStage:
             kept = before + left
             exact = self._tokenizer.decode(ids[:kept], skip_special_tokens=False)
             if text.startswith(exact) and len(exact) >= start:
-                place = len(exact)
-        delta.text = text[:place]
+                cut = len(exact)
+        delta.text = text[:cut]
         delta.token_ids = delta.token_ids[:kept]
         delta.logprobs = delta.logprobs[:kept]
         delta.finish_reason = None
@@ -122,7 +122,7 @@ class ThinkingStage:
 
 
 def _share(spans: Sequence[Span], left: int, thinking: int) -> int:
-    """Return the place after the share *left* / *thinking* of the characters in *spans*."""
+    """Return the position after the share *left* / *thinking* of the characters in *spans*."""
     wanted = sum([end - start for start, end in spans]) * left // thinking
     for start, end in spans:
         if wanted <= end - start:

@@ -130,15 +130,15 @@ def _candidates(config: ModelConfig) -> Iterator[tuple[str, TensorMapping]]:
 
 
 def _ordered(specs: Sequence[TensorSpec], names: Sequence[str]) -> Sequence[TensorSpec]:
-    """Return *specs* by the place of their name in *names*."""
+    """Return *specs* by the position of their name in *names*."""
 
-    def place(spec: TensorSpec) -> int:
+    def rank(spec: TensorSpec) -> int:
         name = spec.name.lower().strip("_")
         if name in names:
             return names.index(name)
         return len(names)
 
-    return sorted(specs, key=place)
+    return sorted(specs, key=rank)
 
 
 def _is_text(spec: TensorSpec) -> bool:

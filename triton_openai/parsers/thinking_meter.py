@@ -30,20 +30,20 @@ class ThinkingMeter:
         self._ends = Markers(*ends)
         self._anywhere = anywhere
         # The end of the text so far, which may be the beginning of a marker
-        self._held = ""
+        self._rest = ""
         # Whether the prompt has opened the thinking, and the model may repeat that.
         self._may_repeat = inside
 
     @property
     def is_at_marker(self) -> bool:
         """Whether the text so far ends with what may be the beginning of a marker."""
-        return bool(self._held)
+        return bool(self._rest)
 
     def feed(self, text: str) -> list[Span]:
         """Return the parts of *text* that are thinking."""
-        before = len(self._held)
-        whole = self._held + text
-        self._held = ""
+        before = len(self._rest)
+        whole = self._rest + text
+        self._rest = ""
         spans: list[Span] = []
         at = 0
         while not self.over:
@@ -65,7 +65,7 @@ class ThinkingMeter:
             if start > max(at, before):
                 spans.append((max(at - before, 0), start - before))
             if not marker:
-                self._held = whole[start:]
+                self._rest = whole[start:]
                 break
             self.inside = False
             self.over = not self._anywhere
@@ -78,7 +78,7 @@ class ThinkingMeter:
             start, end, marker = self._opening.search(whole, at, ended=False)
             if marker:
                 return end
-            self._held = whole[start:]
+            self._rest = whole[start:]
             return None
         begin = self._repeated_opening(whole)
         if begin == 0:
@@ -94,6 +94,6 @@ class ThinkingMeter:
                 return len(whole) - len(text) + len(opening)
         if any(opening.startswith(text) for opening in self._openings):
             # White space before it may be long.
-            self._held = text or whole[-1:]
+            self._rest = text or whole[-1:]
             return None
         return 0

@@ -51,11 +51,11 @@ def no_summary_error(limit: int) -> errors.UpstreamError:
 
 def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, Item]]:
     """Return *items*, each with its path, from the last summary of all before it on, and the instructions before it."""
-    for place in range(len(items) - 1, 0, -1):
-        _, item = items[place]
+    for index in range(len(items) - 1, 0, -1):
+        _, item = items[index]
         if item.get("type") == "compaction" and seals_all(item.get("encrypted_content")):
-            instructions = [(path, before) for path, before in items[:place] if before.get("role") in _INSTRUCTING]
-            return [*instructions, *items[place:]]
+            instructions = [(path, before) for path, before in items[:index] if before.get("role") in _INSTRUCTING]
+            return [*instructions, *items[index:]]
     return items
 
 

@@ -13,7 +13,12 @@ from tests.cases import every_case
 from tests.conformance.calls import steered
 from tests.faces import MODEL, Faces, running
 from tests.proxy_fixture import Answer
+from triton_openai.api import agents
 from triton_openai.api.agents import unsealed
+from triton_openai.api.responses import context_window
+from triton_openai.api.service import RequestContext
+from triton_openai.errors import ContextLengthExceeded
+from triton_openai.telemetry.request_record import RequestRecord
 
 EDITS = [{"type": "compaction", "compact_threshold": 300}]
 
@@ -183,3 +188,27 @@ async def test_a_summary_for_the_background_is_admitted(faces: Faces, monkeypatc
     assert 200 == answer.status, answer.body
     await asyncio.gather(*[log.task for log in faces.service.responses.live.values() if log.task is not None])
     assert [0, 1] == asked
+
+
+async def test_the_summary_is_charged_after_another_attempt(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend finds the prompt too long, and answers a shorter one: the summary stays among what was answered."""
+    render = agents.render
+    records: list[RequestRecord] = []
+
+    async def refusing_once(*args: Any, **options: Any) -> None:
+        if not records:
+            raise ContextLengthExceeded("too long")
+        await render(*args, **options)
+
+    async def shorten(context: RequestContext[Any], *_: Any) -> None:
+        records.append(context.record)
+
+    monkeypatch.setattr(agents, "render", refusing_once)
+    monkeypatch.setattr(context_window, "_shorten", shorten)
+    _, response = await ask(faces, history(500), context_management=EDITS, truncation="auto")
+    (record,) = records
+
+    assert ["compaction", "message"] == [item["type"] for item in response["output"]]
+    assert 2 == len(record.answers)
+    assert record.usage is not None
+    assert record.usage.prompt_tokens > 500
