@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -16,7 +17,9 @@ from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.cases import every_case
 from tests.deploy_files import CHART, DEPLOY, FORMS
+from triton_openai.access.keys import read_keys
 from triton_openai.config.options import options
+from triton_openai.config.tree import AccessSettings
 from triton_openai.telemetry.vllm_names import RENAMED, SCRAPED_RENAMED
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
@@ -639,13 +642,18 @@ def test_notes_with_keys() -> None:
     assert "API key of the secret" not in files.render({})["templates/NOTES.txt"]
 
 
-def test_the_values_in_the_guide() -> None:
-    """What docs/guides/kubernetes.md shows is accepted."""
+def test_the_values_in_the_guide(tmp_path: Path) -> None:
+    """What docs/guides/kubernetes.md shows is accepted: by the chart, and the file of keys by the service."""
     text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
-    keys, *values = map(yaml.safe_load, blocks)
-    assert {"keys"} == set(keys)
+    keys, *rest = blocks
+    path = tmp_path / "keys.yaml"
+    path.write_text(keys)
+    ring = read_keys(AccessSettings(api_keys_file=path))
+    assert ring is not None
+    assert {"team-a", "prometheus"} == {key.name for key in ring.values()}
+    values = list(map(yaml.safe_load, rest))
     assert 4 == len(values)
     for made in map(files.render, values):
         for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):

@@ -59,7 +59,8 @@ _DOCKER = {
     *("--stop-timeout", "--tmpfs", "--name", "--ulimit"),
 }
 _KUBERNETES = {
-    *("--create-namespace", "--namespace", "--set", "--values", "--from-file", "--from-literal", "--wait", "--timeout"),
+    *("--create-namespace", "--install", "--namespace", "--set", "--values", "--wait", "--timeout"),
+    *("--from-file", "--from-literal"),
 }
 # Of vLLM's engine, and of the Triton that it runs in.
 _ENGINE = {

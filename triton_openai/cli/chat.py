@@ -23,6 +23,7 @@ from triton_openai.load.events import MAX_LINE_BYTES, Piece, error_of_body, read
 _DIM = "\033[2m"
 _RED = "\033[31m"
 _PLAIN = "\033[0m"
+_CUT_OFF = "The answer is incomplete: it has reached --max-tokens, or the longest answer of the model."
 _MAX_HISTORY_LINES = 1000
 _HELP = """\
 /new            forget the conversation
@@ -78,6 +79,8 @@ class Answer:
         self._thinks = False
         #: What goes into the conversation.
         self.text = ""
+        #: Whether a limit of tokens ended it.
+        self.cut_off = False
         self._ends_line = True
 
     def add(self, piece: Piece) -> None:
@@ -90,6 +93,7 @@ class Answer:
             self._end_thinking()
             self._write(shown)
         self.text += piece.text
+        self.cut_off = self.cut_off or piece.cut_off
 
     def end(self) -> None:
         """End the line, and what is dim."""
@@ -165,6 +169,9 @@ class Chat:
             answer.end()
             if answer.text:
                 self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if answer.cut_off:
+            # Not a part of the answer, which may be piped on.
+            print(_CUT_OFF, file=sys.stderr)
 
     async def _stream(self, messages: list[dict[str, str]], answer: Answer) -> None:
         if self.system:

@@ -29,6 +29,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     #: Names and arguments of tool calls, as they arrive.
     calls: str = ""
     usage: Usage | None = None
+    #: Whether a limit of tokens ended the answer.
+    cut_off: bool = False
 
 
 class _Function(msgspec.Struct):
@@ -53,6 +55,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     #: Of completions.
     text: str | None = None
+    finish_reason: Any = None
 
 
 class _Chunk(msgspec.Struct):
@@ -83,8 +86,11 @@ def read_event(line: bytes) -> Piece | None:
     text = ""
     reasoning = ""
     calls = ""
+    cut_off = False
     for choice in chunk.choices or ():
         delta = choice.delta or _Delta()
+        if choice.finish_reason == "length":
+            cut_off = True
         for part in (choice.text, delta.content, delta.refusal):
             if isinstance(part, str):
                 text += part
@@ -95,7 +101,7 @@ def read_event(line: bytes) -> Piece | None:
         for call in delta.tool_calls or ():
             if call.function is not None:
                 calls += _written(call.function)
-    return Piece(text=text, reasoning=reasoning, calls=calls, usage=chunk.usage)
+    return Piece(text=text, reasoning=reasoning, calls=calls, usage=chunk.usage, cut_off=cut_off)
 
 
 def _written(function: _Function) -> str:

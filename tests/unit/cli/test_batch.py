@@ -403,6 +403,14 @@ def test_the_window_is_a_number_of_hours(written: str, window: str) -> None:
     assert window == parse(["run", "in.txt", "-o", "out", "--window", written], {}).window
 
 
+@every_case("option", ["--concurrency=4", "--retries=2", "--timeout=9"])
+def test_options_of_live_requests_need_them(option: str) -> None:
+    """A batch would ignore them."""
+    with pytest.raises(ConfigurationError, match="needs --live"):
+        parse(["run", "in.txt", "-o", "out", option], {})
+    parse(["run", "in.txt", "-o", "out", "--live", option], {})
+
+
 @every_case("written", ["1d", "soon", "", "h", "-1h"])
 def test_other_windows_are_refused(written: str) -> None:
     """Before anything is sent, and with an example."""

@@ -95,7 +95,7 @@ def test_a_window_of_time(server: ChatServer, capsys: pytest.CaptureFixture[str]
     [
         (["--requests", "1", "--seconds", "1"], "--requests and --seconds exclude each other"),
         (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts exclude each other"),
-        (["--prompts", "/nowhere"], "--prompts: /nowhere cannot be read"),
+        (["--prompts", "/nowhere"], "--prompts: /nowhere cannot be read: No such file or directory."),
         (["--prompts", "/dev/null"], "--prompts: /dev/null has no line with a prompt."),
         (["--streams", "0"], "Argument --streams: '0' is not accepted: expected a whole number above 0."),
         (["--seconds", "nan"], "Argument --seconds: 'nan' is not accepted: expected a number."),

@@ -68,6 +68,17 @@ def test_one_question(server: ChatServer, monkeypatch: pytest.MonkeyPatch, capsy
     assert "Bearer sk-1" == server.sent[0]["Authorization"]
 
 
+def test_an_answer_that_a_limit_ends(server: ChatServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard error says so, and standard output has the answer alone."""
+    end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "%s"}]}\n\n'
+    for reason, is_said in ((b"length", True), (b"stop", False)):
+        server.answer = (event(content="Once upon"), end % reason, usage(2))
+        assert 0 == main(["chat", "--max-tokens", "2", "Tell me a story."])
+        printed = capsys.readouterr()
+        assert "Once upon\n" == printed.out
+        assert is_said == ("The answer is incomplete: it has reached --max-tokens" in printed.err)
+
+
 def test_a_piped_question(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import triton_openai
 from tests.cases import every_case
+from tests.documents import ROOT
 from triton_openai.cli import main
 from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
@@ -68,6 +69,16 @@ def test_help_fits_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for option in options():
         assert not option.file_only or option.key in full
     assert len(shown[1]) <= 58
+
+
+def test_the_reference_has_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of docs/reference/commands.md has those that `--help` lists."""
+    listed = re.findall(r"^    ([a-z-]+)(?:$|  )", printed_by(monkeypatch, capsys, "--help"), re.MULTILINE)
+    text = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\| \[?`([a-z][a-z-]*)`", text, re.MULTILINE)
+
+    assert len(listed) > 8
+    assert set(listed) == set(described)
 
 
 @pytest.mark.parametrize("command", ["serve", "demo", "inspect"])

@@ -30,6 +30,7 @@ PIECES = {
     "both names": (line(delta={"reasoning": "t", "reasoning_content": "t"}), Piece(reasoning="t")),
     "refusal": (line(delta={"refusal": "no"}), Piece(text="no")),
     "completion": (line(text="b"), Piece(text="b")),
+    "limit": (line(delta={}, finish_reason="length"), Piece(cut_off=True)),
     "call": (
         line(delta={"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}),
         Piece(calls="f {}"),

@@ -18,6 +18,8 @@ _DEFAULT_URL = "http://localhost:9000/v1"
 _EPILOG = (
     "The key is read from the environment variable OPENAI_API_KEY. The guide is docs/guides/batches.md, 'One command'."
 )
+# What a batch leaves to the service.
+_LIVE_ONLY = ("concurrency", "retries", "timeout")
 _ABOUT: Mapping[str, str] = {
     "run": "Send the prompts of a file, and write the answers. The same command again continues after an interruption.",
     "list": "List the batches of this key, newest first.",
@@ -99,6 +101,11 @@ def _complete(values: dict[str, Any]) -> None:
         values["input"] = other
     if values["input"].resolve() == values["output"].resolve():
         raise ConfigurationError("The input and the output must be two files.")
+    for name in _LIVE_ONLY:
+        if values[name] is None:
+            values.pop(name)
+        elif not values["live"]:
+            raise ConfigurationError(f"--{name} needs --live: the service decides how the lines of a batch run.")
     endpoint = values["endpoint"].strip("/")
     values["endpoint"] = f"/v1/{endpoint.removeprefix('v1/')}"
     body = _json_object(values["body"])
@@ -187,13 +194,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--live", action="store_true", help="Send requests one by one instead of a batch: to any OpenAI-compatible URL."
     )
     sending.add_argument(
-        "--concurrency", metavar="N", type=_count, default=64, help="With --live: requests at a time. (default: 64)"
+        "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
     )
     sending.add_argument(
-        "--retries", metavar="N", type=_count, default=8, help="With --live: attempts after the first. (default: 8)"
+        "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
     )
     sending.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=3600.0, help="With --live: longest request. (default: 3600)"
+        "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
     )
     sending.add_argument(
         "--window",
