@@ -74,12 +74,24 @@ class LineRunner:
         try:
             # The batch may have been cancelled or lost meanwhile.
             if admitted and running.batch.status == "in_progress" and not running.lost:
-                contents = await self._mark_and_read(running, [candidate.line for candidate in admitted])
+                lines = [candidate.line for candidate in admitted]
+                reading = asyncio.create_task(self._mark_and_read(running, lines))
+                try:
+                    await asyncio.wait([reading], timeout=timing.SLOW_READ)
+                    if not reading.done():
+                        _log.warning("input is slow, other batches run", batch=running.batch.id)
+                        self._give_back(running, admitted)
+                        admitted = ()
+                    contents = await reading
+                finally:
+                    reading.cancel()
+                if contents and not admitted:
+                    await self._mark_stopped(running, [line.number for line in lines])
         finally:
             if running.lost or not contents:
                 contents = ()
                 self._give_back(running, admitted)
-        if contents:
+        if contents and admitted:
             await self._run_all(running, admitted, contents)
 
     async def _mark_and_read(self, running: RunningBatch, lines: Sequence[Line]) -> Sequence[bytes | OSError]:

@@ -16,6 +16,8 @@ SLOTS = 1.0
 TROUBLE = 2.0
 #: For which results are collected before they are written together.
 GROUP = 0.2
+#: After which lines whose input is still being read leave their places to lines of other batches.
+SLOW_READ = 1.0
 #: Before a line is tried again for the first time, and at most.
 RETRY = 1.0
 MAX_RETRY = 60.0
