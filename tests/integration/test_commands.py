@@ -155,6 +155,15 @@ def test_a_repository_that_is_not_there(tmp_path: Path) -> None:
     assert (2, f"triton-openai: There is no model repository at {tmp_path / 'none'}.") == (status, err.splitlines()[-1])
 
 
+def test_wrong_settings_end_a_triton_that_starts(tmp_path: Path) -> None:
+    """A setting that turns out to be wrong while Triton starts ends both, with the reason and status 2."""
+    arguments = ("--model-repository", str(tmp_path), "--tool-call-parser", "nonesuch")
+    status, _, err = _run("serve", "--port", "0", "--log-level", "error", *arguments)
+
+    assert 2 == status
+    assert err.splitlines()[-1].startswith("triton-openai: There is no tool parser 'nonesuch'. Known names: ")
+
+
 def _tritons_of(pid: int) -> list[int]:
     """Return the processes called tritonserver below the process *pid*."""
     parents, names = {}, {}
