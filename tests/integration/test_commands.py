@@ -24,6 +24,7 @@ from tritonclient.grpc import InferenceServerClient
 
 from tests.programs import needs
 from triton_openai.cli import main
+from triton_openai.cli.banner import Banner, render_banner
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import free_ports
 
@@ -153,6 +154,27 @@ def test_a_repository_that_is_not_there(tmp_path: Path) -> None:
     status, _, err = _run("serve", "--port", "0", "--log-level", "error", "--model-repository", str(tmp_path / "none"))
 
     assert (2, f"triton-openai: There is no model repository at {tmp_path / 'none'}.") == (status, err.splitlines()[-1])
+
+
+def test_wrong_settings_end_a_triton_that_starts(tmp_path: Path) -> None:
+    """A setting that turns out to be wrong while Triton starts ends both, with the reason and status 2."""
+    arguments = ("--model-repository", str(tmp_path), "--tool-call-parser", "nonesuch")
+    status, _, err = _run("serve", "--port", "0", "--log-level", "error", *arguments)
+
+    assert 2 == status
+    assert err.splitlines()[-1].startswith("triton-openai: There is no tool parser 'nonesuch'. Known names: ")
+
+
+def test_the_hint_names_a_triton_that_starts_here() -> None:
+    """Where no model can be served, the command that says why has the address of the Triton."""
+    banner = Banner(
+        address="http://127.0.0.1:9000",
+        base_url="http://127.0.0.1:9000/v1",
+        triton=("http://127.0.0.1:38017", "grpc://127.0.0.1:40967"),
+        triton_answers=True,
+        models=(),
+    )
+    assert "`triton-openai inspect --triton-url http://127.0.0.1:38017` says why." in render_banner(banner, "console")
 
 
 def _tritons_of(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -284,3 +285,34 @@ def test_nothing_outlives_an_owner_that_is_killed(repository):
     until(lambda: not group_members(int(pid)))
     until(lambda: not shared_memory(prefix))
     until(lambda: not Path(work_dir).exists())
+
+
+class _KilledAtOnce(EmbeddedTriton):
+    """A server that another thread kills as soon as its process exists, before its process id is known."""
+
+    def __init__(self, repository: Path) -> None:
+        self.killers: list[threading.Thread] = []
+        super().__init__(model_repository=repository, environment=os.environ)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_guard" and value is not None:
+            killer = threading.Thread(target=self.kill, daemon=True)
+            killer.start()
+            # Time to get as far as it can.
+            killer.join(0.05)
+            self.killers.append(killer)
+
+
+def test_a_server_is_killed_while_it_is_launched(tmp_path: Path) -> None:
+    """A stop that comes between the start of the process and its first words still ends it."""
+    server = _KilledAtOnce(tmp_path)
+    try:
+        with pytest.raises(ConfigurationError, match="ended with status -9 while starting"):
+            server.start(20)
+        for killer in server.killers:
+            killer.join(5)
+        assert server.killers != []
+        assert not any(killer.is_alive() for killer in server.killers)
+    finally:
+        server.stop()

@@ -75,6 +75,7 @@ FOREIGN = {
     "docs/guides/kubernetes.md": _KUBERNETES,
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
+        *_DOCKER,
         *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
         *generate.ENGINE_ARGUMENTS,
     },

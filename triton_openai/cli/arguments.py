@@ -189,14 +189,15 @@ def parse(arguments: Sequence[str]) -> Parsed:
 def _check_command(first: str) -> None:
     if first in (*_COMMANDS, *OWN_COMMANDS, "-h", "--help", "--version"):
         return
-    if first[:1] in ("", "-"):
-        problem = "The command is missing."
-    else:
-        problem = f"There is no command {first!r}."
     commands = [*_COMMANDS, *OWN_COMMANDS, BATCH, COMMAND]
-    raise ConfigurationError(
-        f"{problem}{did_you_mean(first, commands)} The commands are {', '.join(commands)}. See triton-openai --help."
-    )
+    if not first:
+        problem = "The command is missing."
+    elif first.startswith("-"):
+        # Other servers have no commands: --model-repository is not a misspelt `model-repository`.
+        problem = f"The command is missing. To serve models, write it before the options: triton-openai serve {first}."
+    else:
+        problem = f"There is no command {first!r}.{did_you_mean(first, commands)}"
+    raise ConfigurationError(f"{problem} The commands are {', '.join(commands)}. See triton-openai --help.")
 
 
 def build_parsers(*, everything: bool) -> tuple[CommandParser, Mapping[str, CommandParser]]:

@@ -66,9 +66,9 @@ def render_banner(banner: Banner, log_format: str) -> str:
             [f"{_enumerated(names)} cannot {use}: {problem}" for (use, problem), names in failing.items()]
         )
     elif banner.triton_answers:
-        lines.append(
-            "  No model that can be served yet; `triton-openai inspect` says why. New ones are found by themselves."
-        )
+        # With the address: that of a Triton that this command has started is no default.
+        inspect = " ".join(["triton-openai inspect", *(f"--triton-url {url}" for url in banner.triton[:1])])
+        lines.append(f"  No model that can be served yet; `{inspect}` says why. New ones are found by themselves.")
     else:
         lines.append("  Triton does not answer yet. Its models are served as soon as it does.")
     lines += ["", f'For clients: base_url="{banner.base_url}"', ""]

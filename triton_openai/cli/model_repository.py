@@ -40,7 +40,7 @@ def build_parser() -> CommandParser:
     """Return the parser of the command's own flags; all others are those of vLLM's engine."""
     parser = CommandParser(
         prog=f"triton-openai {COMMAND}",
-        usage=f"%(prog)s {_ENGINE} --model NAME --to DIR [vLLM's engine flags] | {_ENGINE} --from DIR/NAME",
+        usage=f"%(prog)s {_ENGINE} [--model] NAME --to DIR [vLLM's engine flags] | {_ENGINE} --from DIR/NAME",
         description=PURPOSE,
         epilog="All other flags are those of `vllm serve` that concern its engine, such as --max-model-len 8192.",
         allow_abbrev=False,
@@ -69,13 +69,16 @@ def run(arguments: Sequence[str]) -> int:
     Raises :class:`ConfigurationError`.
     """
     parsed, further = build_parser().parse_known_args(arguments)
+    if parsed.model is None and further and not further[0].startswith("-"):
+        # As `vllm serve` takes it.
+        parsed.model = further.pop(0)
     if parsed.source is not None:
         if parsed.model or parsed.to or further:
             raise ConfigurationError("--from converts a model as it is: it takes no other flags.")
         print(repository.convert(parsed.source))
         return 0
     if not parsed.model or parsed.to is None:
-        raise ConfigurationError("Give --model and --to, or --from.")
+        raise ConfigurationError("Write the model and --to, the folder of the model repository; or --from alone.")
     engine = {"model": parsed.model, **engine_arguments(further)}
     loras = dict(_lora(text) for text in parsed.lora_modules)
     if loras:
@@ -84,7 +87,11 @@ def run(arguments: Sequence[str]) -> int:
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name!r} is no name for a model: give one with --name.")
     folder = repository.write(parsed.to, name, engine, loras)
-    print(f"{folder} is written. Serve it: tritonserver --model-repository={parsed.to} --model-control-mode=explicit")
+    # Without --load-model, Triton would load nothing. The default timeout is shorter than the start of an engine.
+    print(
+        f"{folder} is written. Serve it: tritonserver --model-repository={parsed.to} --model-control-mode=explicit "
+        f"--load-model={name} --backend-config=python,stub-timeout-seconds=600"
+    )
     return 0
 
 
@@ -103,6 +110,11 @@ def engine_arguments(flags: Sequence[str]) -> Mapping[str, Any]:
         written, equals, value = flag.partition("=")
         name = written.lstrip("-").replace("-", "_")
         name = _SHORT.get(name, name)
+        if name == "served_model_name":
+            raise ConfigurationError(
+                f"{written} is not for the engine. Write --name for the name in Triton. "
+                "A further name is --alias NAME=MODEL of `triton-openai serve`."
+            )
         if name in _SERVER:
             raise ConfigurationError(f"{written} is a flag of vLLM's server: see triton-openai serve --help-all.")
         if equals:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -96,6 +97,8 @@ class EmbeddedTriton:
         self._work_dir: Path | None = None
         # Of the last process
         self._guard: subprocess.Popen[bytes] | None = None
+        # Held while a process starts, so that `kill` in another thread waits until its process id is set.
+        self._launching = threading.Lock()
         #: The process id of ``tritonserver`` itself, None before the first start.
         self.pid: int | None = None
 
@@ -116,7 +119,8 @@ class EmbeddedTriton:
                 begin = self.log_path.stat().st_size
             else:
                 begin = 0
-            self._launch(runtime, ports)
+            with self._launching:
+                self._launch(runtime, ports)
             ready = self._wait_ready(ports[0], deadline, begin)
             if ready and self._wait_metrics(ports[2]):
                 self._ports = ports
@@ -150,13 +154,15 @@ class EmbeddedTriton:
 
     def kill(self) -> None:
         """End the server and all its processes at once, as a crash of the machine would; `start` works again."""
-        if self._guard is None:
-            return
-        self._signal(os.killpg, signal.SIGKILL)
+        with self._launching:
+            guard = self._guard
+            if guard is None:
+                return
+            self._signal(os.killpg, signal.SIGKILL)
         # It ends when the whole process group has ended.
-        self._guard.wait()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
+        guard.wait()
+        if guard.stdin is not None:
+            guard.stdin.close()
 
     def _signal(self, send: Callable[[int, int], None], number: int) -> None:
         if self.poll() is None and self.pid is not None:

@@ -118,7 +118,8 @@ def test_no_suggestion_misleads(name: str) -> None:
     "arguments, message",
     [
         ([], "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, parse,"),
-        (["--port", "1"], "The command is missing."),
+        (["--port", "1"], "The command is missing. To serve models, write it before the options: triton-openai serve"),
+        (["--model-repository", "m"], "options: triton-openai serve --model-repository. The commands are serve, demo"),
         (["srve"], "There is no command 'srve'. Did you mean serve?"),
         (["serve", "--prt", "1"], "--prt is not an option of `triton-openai serve`. Did you mean --port?"),
         (["serve", "--por", "1"], "--por is not an option of `triton-openai serve`. Did you mean --port?"),

@@ -47,7 +47,21 @@ def test_a_model_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {"model": "org/some-model", "max_model_len": 99, "enable_lora": True} == engine
     assert {"a": "/loras/a", "b": "/loras/b"} == json.loads((version / "multi_lora.json").read_text())
     assert "triton_openai_contract" in (version.parent / "config.pbtxt").read_text()
-    assert "--model-control-mode=explicit" in capsys.readouterr().out
+    assert "--model-control-mode=explicit --load-model=some-model --backend-config" in capsys.readouterr().out
+
+
+def test_the_model_may_be_written_as_for_vllm_serve(tmp_path: Path) -> None:
+    """The command line of `vllm serve` needs no other order."""
+    assert 0 == main(["model-repository", "vllm", "org/m", "--max-model-len", "32k", "-tp", "2", "--to", str(tmp_path)])
+
+    engine = json.loads((tmp_path / "m" / "1" / "engine.json").read_text())
+    assert {"model": "org/m", "max_model_len": 32000, "tensor_parallel_size": 2} == engine
+
+
+def test_the_name_of_vllm_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--served-model-name` is refused with its counterparts."""
+    assert 2 == main(["model-repository", "vllm", "m", "--to", str(tmp_path), "--served-model-name", "x"])
+    assert "Write --name for the name in Triton." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", ['backend: "vllm"\n', None])
@@ -73,8 +87,8 @@ def test_a_model_is_converted_and_back(tmp_path: Path, config: str | None) -> No
 _REFUSED = {
     "a flag of the server": (["--model", "m", "--to", "{to}", "--port", "80"], "flag of vLLM's server"),
     "no flag": (["--model", "m", "--to", "{to}", "stray"], "'stray' is no flag"),
-    "no model": (["--to", "{to}"], "--model and --to"),
-    "nowhere": (["--model", "m"], "--model and --to"),
+    "no model": (["--to", "{to}"], "Write the model and --to"),
+    "nowhere": (["--model", "m"], "Write the model and --to"),
     "no name": (["--model", "m", "--name", "a/b", "--to", "{to}"], "no name for a model"),
     "a LoRA adapter without a path": (["--model", "m", "--to", "{to}", "--lora-modules", "a"], "NAME=PATH"),
     "a folder that is no model": (["--from", "{to}"], "no folder with a version"),
