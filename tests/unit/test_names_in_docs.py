@@ -79,6 +79,7 @@ FOREIGN = {
         *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
         *generate.ENGINE_ARGUMENTS,
     },
+    "docs/explanation/performance.md": {"--replicas"},
     "docs/contributing/benchmarks.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
     "docs/contributing/deployment-tests.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
     "docs/explanation/reliability.md": {
