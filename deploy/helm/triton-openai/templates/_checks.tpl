@@ -38,7 +38,7 @@
 {{- fail "kserve.enabled needs mode sidecar: clients reach another Triton at its own Service." }}
 {{- end }}
 {{- if and .Values.tracing.tritonEndpoint (not (include "triton-openai.sidecar" .)) }}
-{{- fail "tracing.tritonEndpoint needs mode sidecar: another Triton gets its collector by its own --trace-config." }}
+{{- fail "tracing.tritonEndpoint needs mode sidecar: another Triton gets its collector by its own --trace-config option." }}
 {{- end }}
 {{- with .Values.autoscaling }}
 {{- if and .enabled (not (or .requestsInFlight .cpuUtilization)) }}
