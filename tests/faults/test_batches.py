@@ -265,8 +265,8 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
         before = {number: calls(own)[number + first - 1] for number in kept}
         done: Any = until(partial(_completed, other, batch), 120)
         services[place].process.send_signal(signal.SIGCONT)
-        until(lambda: any("batch lease lost" in line for line in services[place].log_lines()), 60)
-        assert done == clients[place].batches.retrieve(batch)
+        # The frozen one may have had no lines at that moment.
+        until(lambda: done == clients[place].batches.retrieve(batch), 60)
         expected = {f"id-{number}": 1 for number in range(first, first + lines)}
         assert [expected] * 2 == [results(client, done) for client in clients]
         counts = done.request_counts

@@ -226,7 +226,7 @@ def test_what_is_installed(image: Image) -> None:
     assert not [name for stage in IMAGES.values() for name in image_environment(stage) if name.startswith("PIP_")]
     assert (packages / "opentelemetry" / "exporter" / "otlp").is_dir()
     # What belongs to an image of its own, and what nothing loads.
-    for name in ("liquid", "babel", "geventhttpclient", "numpy/_core/tests"):
+    for name in ("liquid", "babel", "numpy/_core/tests"):
         assert not (packages / name).exists()
     assert not (packages / "pip").exists()
     assert (image.prefix / "healthcheck.py").is_file()

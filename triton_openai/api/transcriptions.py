@@ -57,6 +57,10 @@ class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     silence_duration_ms: _Milliseconds = 200
 
 
+# How Vercel's AI SDK names itself: it refuses an answer whose segments have null in place of a number.
+_NUMBERS_ONLY = "ai-sdk/"
+
+
 class _AudioRequest(FormRequest, kw_only=True):
     """What both requests have."""
 
@@ -352,7 +356,16 @@ async def _transcribed(
         usage = DurationUsage(seconds=math.ceil(recording.seconds))
         return whole(TranscriptObject(text=transcription.text, logprobs=_logprobs(transcription), usage=usage))
     granularities = getattr(body, "timestamp_granularities", ())
+    if _NUMBERS_ONLY in context.call.headers.get("User-Agent", ""):
+        transcription.segments = [_with_numbers(segment) for segment in transcription.segments]
     return _rendered(body.response_format, transcription, recording, granularities, task=_task(job))
+
+
+def _with_numbers(segment: Segment) -> Segment:
+    """Return *segment* with 0 for what is not known."""
+    return msgspec.structs.replace(
+        segment, avg_logprob=segment.avg_logprob or 0.0, no_speech_prob=segment.no_speech_prob or 0.0
+    )
 
 
 def _task(job: TranscriptionJob) -> Literal["transcribe", "translate"]:
