@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from triton_openai.answer.run import Push, Run
-from triton_openai.answer.stages import Pipeline
 from triton_openai.answer.thinking_budget import ThinkingBudget, ThinkingStage
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation
 from triton_openai.triton.leasing import Attempts
@@ -54,7 +53,7 @@ class BudgetedRun(Run):
 
     def __init__(self, generation: Generation, *, budget: ThinkingBudget, **parts: Any) -> None:
         self._budget = budget
-        self._stage: ThinkingStage | None = ThinkingStage(budget, generation.prompt, parts.get("tokenizer"))
+        self._stage = ThinkingStage(budget, generation.prompt, parts.get("tokenizer"))
         # Whether the second request was sent and has no response yet: another Triton may get it.
         self._repeatable = False
         super().__init__(generation, **parts)
@@ -87,9 +86,6 @@ class BudgetedRun(Run):
         if error is None and self._repeatable:
             error = no_answer_error(self._model)
         super().end(error)
-
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self._adapter.capabilities, self._request, self._tokenizer, self.progress, self._stage)
 
     def _finish(self, error: BaseException | None) -> None:
         if error is not None or not self._is_spent:

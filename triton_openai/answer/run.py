@@ -131,10 +131,11 @@ class Run(UpstreamCall):
         if self._logits is not None:
             self._logits.close()
         self._decoder = self._adapter.decoder(self._request)
-        self._pipeline = Pipeline(
-            self._adapter.capabilities, self._request, self._tokenizer, self.progress, self._stage
-        )
+        self._pipeline = self._new_pipeline()
         return self._receiver()
+
+    def _new_pipeline(self) -> Pipeline:
+        return Pipeline(self._adapter.capabilities, self._request, self._tokenizer, self.progress, self._stage)
 
     def _encode(self, lora: Lora | None) -> InferRequest:
         generation = self._request

@@ -14,7 +14,7 @@ _MEDIA_TYPE = "application/x-jsonl"
 
 async def output(service: Service, call: Call[None]) -> Reply:
     """
-    Return the answers of a batch, a JSON object in each line, in the order in which they came.
+    Return the answers of a batch, a JSON object in each line, in the order of the input.
 
     Of a batch that runs, `partial=true` returns the answers until now: an extension of OpenAI's API. An answer that
     one request has got is in all later ones.

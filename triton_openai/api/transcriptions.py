@@ -49,7 +49,11 @@ _Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How speech is distinguished from silence: a level from 0 (-60 dBFS) to 1 (-20 dBFS); times in milliseconds."""
+    """
+    How speech is distinguished from silence; times are in milliseconds.
+
+    ``threshold`` is the probability of speech; without the extra ``vad`` a level from 0 (-60 dBFS) to 1 (-20 dBFS).
+    """
 
     type: Literal["server_vad"]
     threshold: _Share = 0.5

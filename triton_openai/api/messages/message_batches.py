@@ -170,7 +170,7 @@ async def delete(service: Service, call: Call[None]) -> Reply:
 
 
 async def results(service: Service, call: Call[None]) -> Reply:
-    """Return the results of a batch that has ended: a JSON object in each line, in the order in which they came."""
+    """Return the results of a batch that has ended: a JSON object in each line, in the order of the input."""
     batch = await _batch(service, call)
     files = files_of(service)
     if batch.open:
