@@ -19,6 +19,7 @@ from xdist.scheduler import LoadFileScheduling
 from triton_openai.media import voice_activity
 
 pytest_plugins = [
+    "tests.timeouts",
     "tests.clock",
     "tests.extended",
     "tests.programs",

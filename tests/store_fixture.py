@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,12 +21,15 @@ import pytest
 
 from tests.programs import found
 
+# What a server, or a program that starts it, may take.
+_SECONDS = 60
+
 
 class Server:
     """
-    The server of a store, which *start* and *stop* start and stop on its port, and *signals* reaches.
+    The server of a store, which *start* and *stop* start and stop on its port.
 
-    Each *url* is that of an empty database.
+    Each *url* is that of an empty database. *main* returns the id of its main process, which starts all others.
     """
 
     def __init__(
@@ -34,10 +37,78 @@ class Server:
         url: Callable[[], str],
         start: Callable[[], None],
         stop: Callable[[], None],
-        signals: Callable[[signal.Signals], None],
+        main: Callable[[], int],
     ) -> None:
         self.url, self.start, self.stop = url, start, stop
-        self.freeze, self.thaw = partial(signals, signal.SIGSTOP), partial(signals, signal.SIGCONT)
+        self._main = main
+        self._stopped: list[int] = []
+
+    def freeze(self) -> None:
+        """
+        Stop all processes of the server: connections stay open and nothing answers. The end of the test continues them.
+
+        The main process stops first: from then on, none of the others is started, and the id of none is given to
+        another process.
+        """
+        main = self._main()
+        self._stopped = [main]
+        _FROZEN.append(self)
+        os.kill(main, signal.SIGSTOP)
+        _until_stopped(main)
+        for child in Path(f"/proc/{main}/task/{main}/children").read_text().split():
+            self._stopped.append(int(child))
+            os.kill(int(child), signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Continue all processes, the main process last. Nothing happens if the server is not frozen."""
+        for process in reversed(self._stopped):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+        if self._stopped:
+            self._stopped = []
+            _FROZEN.remove(self)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Freeze the server for the block."""
+        try:
+            self.freeze()
+            yield
+        finally:
+            self.thaw()
+
+
+_FROZEN: list[Server] = []
+
+
+def _until_stopped(process: int) -> None:
+    """Wait until *process* has stopped: the signal only asks it to."""
+    deadline = time.monotonic() + _SECONDS
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+        assert time.monotonic() < deadline, f"the process {process} does not stop"
+        time.sleep(0.001)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Continue what a test has left frozen, before fixtures and its event loop wait for the end of connections."""
+    while _FROZEN:
+        _FROZEN[0].thaw()
+
+
+def _run(command: Sequence[str], **options: Any) -> None:
+    """Run a program of a server. Raises an error that has the program's output if it fails, or takes too long."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        **options,
+    )
+    assert 0 == done.returncode, f"{command[0]} failed: {done.stdout}"
 
 
 def _free_port() -> int:
@@ -65,33 +136,29 @@ def running_postgresql(control_program: str) -> Iterator[Server]:
         if user:
             shutil.chown(folder, "nobody")
         data = f"{folder}/data"
-        subprocess.run(
-            [f"{programs}/initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user
-        )
+        _run([f"{programs}/initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], **user)
         options = f"-p {port} -h 127.0.0.1 -k {folder} -c fsync=off"
 
         def control(*what: str) -> None:
-            command = [f"{programs}/pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **user)
+            _run([f"{programs}/pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what], **user)
 
         def url() -> str:
             name = f"test{next(numbers)}"
             command = [f"{programs}/createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "t", "-S", "file_copy", name]
-            subprocess.run(command, check=True, **user)
+            _run(command, **user)
             return f"postgresql://t@127.0.0.1:{port}/{name}"
 
-        def send(which: signal.Signals) -> None:
-            main = Path(data, "postmaster.pid").read_text().split()[0]
-            children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
-            for process in (main, *children):
-                os.kill(int(process), which)
+        def main() -> int:
+            return int(Path(data, "postmaster.pid").read_text().split()[0])
 
         start = partial(control, "-o", options, "start")
         start()
         stop = partial(control, "-m", "immediate", "stop")
+        server = Server(url, start, stop, main)
         try:
-            yield Server(url, start, stop, send)
+            yield server
         finally:
+            server.thaw()
             stop()
 
 
@@ -145,12 +212,12 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         running[-1].kill()
         running.pop().wait()
 
-    def send(which: signal.Signals) -> None:
-        running[-1].send_signal(which)
+    def main() -> int:
+        return running[-1].pid
 
     start()
     try:
-        yield Server(lambda: f"redis://127.0.0.1:{port}/{next(numbers)}", start, stop, send)
+        yield Server(lambda: f"redis://127.0.0.1:{port}/{next(numbers)}", start, stop, main)
     finally:
         stop()
 
@@ -253,15 +320,17 @@ def bucket(s3: Callable[[], Bucket], monkeypatch: pytest.MonkeyPatch) -> Bucket:
 
 
 def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
-    assert _opens(port, process), "the server has ended"
+    assert _opens(port, process), f"nothing listens at port {port}; exit status of the server: {process.poll()}"
 
 
 def _opens(port: int, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until *process* listens at *port*, and return whether it does: it may have ended."""
-    while process.poll() is None:
+    """Wait until *process* listens at *port*, and return whether it does: it may have ended, or take too long."""
+    deadline = time.monotonic() + _SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", port), 5).close()
         except OSError:
+            time.sleep(0.005)
             continue
         return True
     return False
@@ -276,10 +345,10 @@ def file(tmp_path: Path) -> Server:
         path.unlink()
         path.mkdir()
 
-    def send(which: signal.Signals) -> None:
+    def main() -> int:
         raise NotImplementedError
 
-    return Server(lambda: f"sqlite:{path}", path.rmdir, stop, send)
+    return Server(lambda: f"sqlite:{path}", path.rmdir, stop, main)
 
 
 @pytest.fixture(params=["memory", "file", "postgresql"])

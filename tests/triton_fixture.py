@@ -5,12 +5,12 @@ from __future__ import annotations
 import compileall
 import contextlib
 import functools
+import http.client
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,18 +163,25 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
-    """Start shared Tritons that have ended; return what they say of it. After a test that failed, look closer."""
+    """Start shared Tritons again that have ended or hang; return what they say of it. Only a failed test shows that."""
     said = []
+    failed = any(report.failed for report in reports)
     for server in _SHARED:
-        if any(report.failed for report in reports) and not _is_open(server.http_url):
+        hangs = False
+        if failed and not _answers(server.http_url):
             # It may take seconds from its last connection to its end.
-            wait_for_end(server, 60)
+            hangs = wait_for_end(server, 60) is None
         status = server.poll()
+        if hangs:
+            said.append(f"It did not answer, and was started again.\n{server.log_tail()}\n")
+            server.kill()
         # Some tests stop or kill theirs.
-        if status not in (None, 0, -signal.SIGKILL):
+        elif status not in (None, 0, -signal.SIGKILL):
             said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}\n")
-            server.start()
-            item.config.stash[_STARTED_AGAIN] = True
+        else:
+            continue
+        server.start()
+        item.config.stash[_STARTED_AGAIN] = True
     return "".join(said)
 
 
@@ -185,11 +192,13 @@ def _unhealthy(reports: list[pytest.TestReport]) -> str:
     return f"{found[0]}\n" if found else ""
 
 
-def _is_open(url: str) -> bool:
-    host, _, port = urlsplit(url).netloc.rpartition(":")
+def _answers(url: str) -> bool:
+    """Return whether the Triton at *url* answers. One that hangs accepts connections for a while."""
     try:
-        socket.create_connection((host, int(port)), 10).close()
-    except ConnectionRefusedError:
+        with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)) as connection:
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
         return False
     return True
 

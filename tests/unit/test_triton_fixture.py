@@ -20,6 +20,7 @@ from tests import triton_fixture
 class Server:
     http_url = "http://127.0.0.1:1"
     status = None
+    hangs = False
 
     def poll(self):
         return self.status
@@ -27,13 +28,19 @@ class Server:
     def log_tail(self):
         return "its last words"
 
+    def kill(self):
+        self.status = -signal.SIGKILL
+
     def start(self):
+        assert self.status is not None, "it runs already"
         self.status = None
+        self.hangs = False
 
 
 server, runs = Server(), Counter()
 triton_fixture._SHARED.append(server)
 triton_fixture.wait_for_end = lambda server, timeout: server.poll()
+triton_fixture._answers = lambda url: server.status is None and not server.hangs
 
 
 @pytest.fixture
@@ -58,6 +65,11 @@ def test_twice():
 def test_dead_model():
     print("Stub process 'm_0_0' is not healthy.")
     run("dead model", ends=(), passes=2)
+
+
+def test_hangs():
+    server.hangs = not runs["hangs"]
+    run("hangs", ends=(), passes=2)
 
 
 def test_running():
@@ -85,15 +97,15 @@ def test_tests_are_run_once_more(tmp_path: Path) -> None:
     """
     If Triton ends by itself, the second result of a test counts; a third run there is not.
 
-    The same if Triton takes a model for dead: it starts that again by itself. A test that fails while Triton runs, or
-    that has killed its own, is not run again.
+    The same if Triton hangs, or takes a model for dead: it starts that again by itself. A test that fails while Triton
+    runs, or that has killed its own, is not run again.
     """
     printed = _printed(tmp_path, _TESTS)
 
-    assert "3 failed, 2 passed" in printed
-    # One end of test_once, two of test_twice; a model that is dead counts as one.
-    assert "Triton failed by itself 4 times; 3 tests were run again" in printed
-    for name, outcome in (("once", "passed"), ("twice", "failed"), ("dead_model", "passed")):
+    assert "3 failed, 3 passed" in printed
+    # One end of test_once, two of test_twice; a model that is dead counts as one, and a Triton that hangs.
+    assert "Triton failed by itself 5 times; 4 tests were run again" in printed
+    for name, outcome in (("once", "passed"), ("twice", "failed"), ("dead_model", "passed"), ("hangs", "passed")):
         assert f"{outcome} when run again: test_it.py::test_{name}\n" in printed
     assert "status 6" in printed
     assert "its last words" in printed
