@@ -20,6 +20,7 @@ from triton_openai.media import voice_activity
 
 pytest_plugins = [
     "tests.timeouts",
+    "tests.failures",
     "tests.clock",
     "tests.extended",
     "tests.programs",
