@@ -134,6 +134,9 @@ def shared(server: EmbeddedTriton) -> Iterator[None]:
 
 _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton failed by itself"
+# What pytest-timeout says of a test.
+_LATE = "from pytest-timeout"
+_FIXTURES = frozenset({"triton", "recognizers"})
 # The Python backend says so when the process of a model did not report for a second, as on a machine that stood still.
 _UNHEALTHY = re.compile(r"Stub process '\S+' is not healthy")
 # Whether services that were running have still to find a Triton that was started again.
@@ -146,7 +149,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Run a test, and once more if a shared Triton failed by itself meanwhile: then the second result counts.
 
     Triton 2.51 now and then ends when calls are cancelled, which says nothing about us, and on a machine that stands
-    still it takes its models for dead.
+    still it takes its models for dead. After a test of it that has run out of time, it is started again in any case.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
@@ -165,15 +168,17 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     """Start shared Tritons again that have ended or hang; return what they say of it. Only a failed test shows that."""
     said = []
-    failed = any(report.failed for report in reports)
+    failed = [report.longreprtext for report in reports if report.failed]
+    late = any(_LATE in text for text in failed) and not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
     for server in _SHARED:
-        hangs = False
-        if failed and not _answers(server.http_url):
+        # A Triton that hangs may answer to other requests.
+        hangs = late and server.poll() is None
+        if failed and not hangs and not _answers(server.http_url):
             # It may take seconds from its last connection to its end.
             hangs = wait_for_end(server, 60) is None
         status = server.poll()
         if hangs:
-            said.append(f"It did not answer, and was started again.\n{server.log_tail()}\n")
+            said.append(f"It may hang, and was started again.\n{server.log_tail()}\n")
             server.kill()
         # Some tests stop or kill theirs.
         elif status not in (None, 0, -signal.SIGKILL):

@@ -72,6 +72,21 @@ def test_hangs():
     run("hangs", ends=(), passes=2)
 
 
+@pytest.fixture
+def triton():
+    pass
+
+
+def test_out_of_time(triton):
+    runs["out of time"] += 1
+    if runs["out of time"] == 1:
+        pytest.fail("Timeout (>9s) from pytest-timeout.")
+
+
+def test_out_of_time_elsewhere():
+    pytest.fail("Timeout (>9s) from pytest-timeout.")
+
+
 def test_running():
     run("running", ends=(), passes=2)
 
@@ -102,10 +117,11 @@ def test_tests_are_run_once_more(tmp_path: Path) -> None:
     """
     printed = _printed(tmp_path, _TESTS)
 
-    assert "3 failed, 3 passed" in printed
+    assert "4 failed, 4 passed" in printed
     # One end of test_once, two of test_twice; a model that is dead counts as one, and a Triton that hangs.
-    assert "Triton failed by itself 5 times; 4 tests were run again" in printed
-    for name, outcome in (("once", "passed"), ("twice", "failed"), ("dead_model", "passed"), ("hangs", "passed")):
+    assert "Triton failed by itself 6 times; 5 tests were run again" in printed
+    passed = ("once", "dead_model", "hangs", "out_of_time")
+    for name, outcome in (("twice", "failed"), *((name, "passed") for name in passed)):
         assert f"{outcome} when run again: test_it.py::test_{name}\n" in printed
     assert "status 6" in printed
     assert "its last words" in printed
