@@ -54,8 +54,6 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def after(self, seconds: float) -> TimeLimits:
         """Return the limits that remain after a wait of *seconds*, less than :attr:`patience`."""
-        if not seconds:
-            return self
         if self.total is None:
             total = None
         else:

@@ -202,8 +202,9 @@ async def prompt_of(
     options = conversation.options
     origins = conversation.origins
     pictures, audio = media_of(model, conversation.messages, origins)
-    # Before they are rendered: for each, all of its message's text is searched.
-    service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
+    if pictures:
+        # Before they are rendered: for each, all of its message's text is searched.
+        service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
     switches = None
     values = _thinking_options(options)
@@ -229,18 +230,18 @@ async def prompt_of(
         # The template takes tools, but shows none in a conversation like this one.
         report_ignored(context.record, [origins.name("tools")])
         _warn_hidden_tools(model.name, context.record.chat_template)
-    return _with_special(prompt, prompter, model, options), pictures, audio
+    tokenizer = prompter.tokenizer
+    if tokenizer is not None and tokenizer.adds_bos:
+        prompt = _with_special(prompt, tokenizer, model, options)
+    return prompt, pictures, audio
 
 
-def _with_special(prompt: str, prompter: Prompter, model: ServedModel, options: ChatOptions) -> str:
+def _with_special(prompt: str, tokenizer: Tokenizer, model: ServedModel, options: ChatOptions) -> str:
     """
-    Return the *prompt* of a chat template as a model takes it that may add special tokens by itself.
+    Return the *prompt* of a chat template for a model that may add the special tokens of *tokenizer* by itself.
 
     Raises :class:`UnsupportedParameter` where they are to be added and the model does not add them.
     """
-    tokenizer = prompter.tokenizer
-    if tokenizer is None or not tokenizer.adds_bos:
-        return prompt
     adds = model.adapter.metadata.adds_bos
     if options.add_special_tokens:
         if not adds:

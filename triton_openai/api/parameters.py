@@ -486,10 +486,8 @@ def priority(options: GenerationOptions, levels: int, objective: int = 0) -> int
     return asked
 
 
-def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams | None:
-    """Return the beam search that *options* ask for, of *width* answers. Raises :class:`UnsupportedParameter`."""
-    if not options.use_beam_search:
-        return None
+def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams:
+    """Return the beam search, of *width* answers, that *options* ask for. Raises :class:`UnsupportedParameter`."""
     if not adapter.capabilities.beam_search:
         raise UnsupportedParameter("This model's backend does no beam search.", param="use_beam_search")
     if options.length_penalty is None:
@@ -497,30 +495,31 @@ def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams 
     return Beams(width=width, length_penalty=options.length_penalty)
 
 
-def token_ids(options: GenerationOptions, adapter: Adapter) -> bool:
-    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` if the backend does not send them."""
-    if options.return_token_ids and not adapter.capabilities.token_ids:
+def check_token_ids(adapter: Adapter) -> None:
+    """Raise :class:`UnsupportedParameter` if the backend does not send the ids of its tokens."""
+    if not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
             "This model answers in text and does not report token ids; an engine that is asked token by token does"
             " (--prefer-token-level always).",
             param="return_token_ids",
         )
-    return bool(options.return_token_ids)
 
 
 def prompt_scoring(
     options: GenerationOptions, model: ServedModel, *, echo_logprobs: int | None, timeout: float
-) -> PromptScoring | None:
-    """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
-    count = echo_logprobs
+) -> PromptScoring:
+    """
+    Return how the log probabilities of a prompt are made, which *options* or *echo_logprobs* ask for.
+
+    Raises :class:`InvalidRequest`.
+    """
+    count = echo_logprobs or 0
     param = "logprobs"
     if options.prompt_logprobs is not None:
         if options.stream:
             raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
-        count = max(options.prompt_logprobs, echo_logprobs or 0)
+        count = max(options.prompt_logprobs, count)
         param = "prompt_logprobs"
-    if count is None:
-        return None
     if not model.adapter.capabilities.prompt_logprobs:
         message = "This model does not report the log probabilities of the prompt's tokens."
         if param == "logprobs":

@@ -383,7 +383,7 @@ class RequestContext(Generic[_Body]):
         if runs:
             task = await admission.enter(triton_model, self.record, patience=self.limits.patience)
         try:
-            if runs:
+            if runs and self.record.queued_seconds:
                 self.limits = self.limits.after(self.record.queued_seconds)
             try:
                 return await answer(self)
@@ -547,10 +547,21 @@ def spec_of(
     truncation = parameters.truncation(options, keeps_special=keeps_special)
     if truncation is not None:
         truncation = truncation.within(limit.room_for_prompt)
-    beams = parameters.beams(options, adapter, width=n)
-    if beams is not None:
+    beams = None
+    if options.use_beam_search:
+        beams = parameters.beams(options, adapter, width=n)
         # It is one of the search.
         options = msgspec.structs.replace(options, length_penalty=None)
+    priority = 0
+    if options.priority or objective:
+        priority = parameters.priority(options, model.priorities, objective)
+    if options.return_token_ids:
+        parameters.check_token_ids(adapter)
+    prompt_scoring = None
+    if echo_logprobs is not None or options.prompt_logprobs is not None:
+        prompt_scoring = parameters.prompt_scoring(
+            options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
+        )
     template = Generation(
         id=answer_id,
         prompt="",
@@ -558,9 +569,9 @@ def spec_of(
         stream=bool(options.stream),
         times_tokens=context.limits.times_tokens,
         guide=parameters.guide_of(options, adapter.capabilities.guides, origins),
-        priority=parameters.priority(options, model.priorities, objective),
+        priority=priority,
         cumulative_logprob=cumulative_logprob,
-        token_ids=parameters.token_ids(options, adapter),
+        token_ids=bool(options.return_token_ids),
         beams=beams,
     )
     if beams is not None and template.guide is not None:
@@ -573,9 +584,7 @@ def spec_of(
         n=n,
         truncation=truncation,
         adds_special=adds_special,
-        prompt_scoring=parameters.prompt_scoring(
-            options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
-        ),
+        prompt_scoring=prompt_scoring,
     )
 
 
