@@ -281,7 +281,9 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
     conversation = context.body
     plan = conversation.tools
     record = context.record
-    prompter = await context.model.prompter()
+    prompter = context.model.lazy_prompter.resolved
+    if prompter is None:
+        prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
     spec = _spec(context, answer_id, prompter, parsers)
     if plan.forced:

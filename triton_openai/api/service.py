@@ -533,7 +533,9 @@ def spec_of(
     model = context.model
     settings = context.service.settings
     adapter = model.adapter
-    defaults = model.default_parameters(prompter)
+    defaults = model.settings.default_parameters
+    if prompter.recommended:
+        defaults = model.default_parameters(prompter)
     objective = 0
     if settings.access.trust_gateway:
         name = gateway_header(context.call.headers, "objective")
