@@ -7,10 +7,11 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai.access.authorizer import Authorizer, gateway_header
 from triton_openai.access.keys import ApiKey
@@ -269,8 +270,7 @@ def max_form_size(settings: Settings) -> int:
     return settings.audio.max_file_size + _FIELDS
 
 
-@dataclass
-class RequestContext(Generic[_Body]):
+class RequestContext(msgspec.Struct, Generic[_Body], eq=False):
     """A request to a model, and what its operation works with."""
 
     call: Call[Any]
@@ -289,8 +289,7 @@ class RequestContext(Generic[_Body]):
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
-        context: RequestContext[Any] = replace(self)
-        context.body = body
+        context: RequestContext[Any] = replace(self, body=body)
         return context
 
     def forget_messages(self) -> None:
