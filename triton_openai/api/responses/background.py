@@ -58,7 +58,8 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
         else:
             whose = "Too many responses of this key"
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
-    context.service.admission.check(context.model.triton_model)
+    # It may wait, but is not refused.
+    context.service.admission.has_room(context.model.triton_model)
     return msgspec.structs.replace(
         context.record,
         **{"request": None, "memory": None, "stages": [], "unknown_fields": ()},
