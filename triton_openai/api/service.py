@@ -489,7 +489,13 @@ async def begin(service: Service, call: Call[_Request], *, read_as_chat: bool = 
             label = model.name
         else:
             label = model.triton_model
-        record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
+        record.identify(
+            operation.label or operation.name,
+            model=label,
+            adapter=model.adapter.name,
+            triton_model=model.triton_model,
+            stream=stream,
+        )
         record.response_model = model.answers_as
         service.executor.observer.identified(record)
         if set(model.jobs).isdisjoint(operation.jobs):

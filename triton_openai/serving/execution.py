@@ -157,6 +157,6 @@ class Executor:
                 cut_short = cut_short or record.client_left
                 reserved.close(tokens_charged(record, served=served, cut_short=cut_short))
             self.draining.leave(task)
-            record.ended = time.monotonic()
+            record.end(time.monotonic())
             self.observer.ended(record)
             record.release()

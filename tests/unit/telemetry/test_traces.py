@@ -91,7 +91,7 @@ class Recorder:
         """End it, and return its spans by their names."""
         for name, value in {"status": 200, **fields}.items():
             setattr(observation, name, value)
-        observation.ended = time.monotonic()
+        observation.end(time.monotonic())
         self.tracing.ended(observation)
         # What cannot be encoded would take its whole batch with it.
         encode_spans(self.exporter.get_finished_spans()).SerializeToString()
