@@ -34,7 +34,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
-    "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs.thinking_budget": "thinking.budget_tokens",
 }
 
 
