@@ -365,7 +365,8 @@ def _with_budget(
     images: bool,
 ) -> GenerationSpec:
     """
-    Return *spec* with a budget for the thinking: the engine keeps it if it can, else this service does.
+    Return *spec* with a budget for the thinking: the engine keeps it if it can, else this service does. Beam searches
+    have none.
 
     *max_thinking* is the option that limits the thinking, and its tokens.
     Raises :class:`UnsupportedParameter` where neither can and the client named vLLM's parameter. Other names are
@@ -374,6 +375,9 @@ def _with_budget(
     name, tokens = max_thinking
     conversation = context.body
     adapter = context.model.adapter
+    if spec.template.beams is not None:
+        report_ignored(context.record, [conversation.origins.name(name)])
+        return spec
     if "thinking_token_budget" in adapter.supported:
         return _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, thinking_token_budget=tokens))
     can_call = conversation.tools.mode == "auto" and parsers.tools is not None

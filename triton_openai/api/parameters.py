@@ -495,6 +495,23 @@ def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams:
     return Beams(width=width, length_penalty=options.length_penalty)
 
 
+# What a beam search has no use for, as in vLLM's server. Stop strings are cut here, whatever the engine does.
+_IGNORED_BY_BEAMS = (
+    "top_p", "top_k", "min_p", "min_tokens", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "bad_words", "allowed_token_ids", "logit_bias", "thinking_token_budget",
+)  # fmt: skip
+
+
+def ignored_by_beams(options: GenerationOptions) -> Sequence[str]:
+    """Return the names of *options* that ask for something which a beam search does not do."""
+    names = []
+    for name in _IGNORED_BY_BEAMS:
+        value = getattr(options, name)
+        if value is not None and value not in _PLAIN.get(name, ([], {})):
+            names.append(name)
+    return names
+
+
 def check_token_ids(adapter: Adapter) -> None:
     """Raise :class:`UnsupportedParameter` if the backend does not send the ids of its tokens."""
     if not adapter.capabilities.token_ids:

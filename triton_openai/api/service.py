@@ -552,11 +552,12 @@ def spec_of(
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     limit = parameters.token_limit(options, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
     truncation = parameters.truncation(options, keeps_special=keeps_special)
-    if truncation is not None:
-        truncation = truncation.within(limit.room_for_prompt)
+    if truncation is not None and truncation.tokens < 0:
+        truncation = truncation.within(limit.room_for_prompt(), limit.param)
     beams = None
     if options.use_beam_search:
         beams = parameters.beams(options, adapter, width=n)
+        report_ignored(context.record, map(origins.name, parameters.ignored_by_beams(options)))
         # It is one of the search.
         options = msgspec.structs.replace(options, length_penalty=None)
     priority = 0

@@ -124,3 +124,30 @@ async def test_thinking_options_that_are_right(faces: Faces, fields: dict[str, A
     answer = await chat(faces, **fields)
 
     assert 200 == answer.status, answer.body
+
+
+@every_case(
+    "path, body, param",
+    [
+        ("/v1/chat/completions", {"max_tokens": 4000}, "max_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ("/v1/completions", {"max_tokens": 4000}, "max_tokens"),
+        ("/v1/completions", {"max_tokens": 10**6}, "max_tokens"),
+    ],
+)
+async def test_a_truncation_that_the_answer_leaves_no_room_for(
+    faces: Faces, path: str, body: dict[str, Any], param: str
+) -> None:
+    """The prompt may be as long as the context allows: the error is about the answer, which takes all of it."""
+    text = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+    key = "messages" if "chat" in path else "prompt"
+    request = {"model": MODEL, key: text[key], "truncate_prompt_tokens": -1, **body}
+    answer = await faces.post(path, request)
+
+    assert (400, param) == (answer.status, answer.json["error"]["param"])
+    assert "context_length_exceeded" == answer.json["error"]["code"]
+    assert "4000 tokens" in answer.json["error"]["message"]
+    assert "truncat" not in answer.json["error"]["message"]
+
+    fits = await faces.post(path, {**request, param: 3900})
+    assert 200 == fits.status, fits.body
