@@ -23,8 +23,9 @@ from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
 from triton_openai.api.bodies import MAX_ITEMS, converted, report_ignored, report_repaired
+from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.parameters import GenerationOptions
-from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
+from triton_openai.api.service import RequestContext, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size

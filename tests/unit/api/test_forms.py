@@ -20,7 +20,8 @@ from tests.proxy_fixture import Proxy, serving
 from triton_openai import app
 from triton_openai.api import routes, service
 from triton_openai.api.bodies import FileField, FormRequest, whole
-from triton_openai.api.service import Service, Upload, begin, form_of, receiving_audio
+from triton_openai.api.media_limits import Upload, form_of, receiving_audio
+from triton_openai.api.service import Service, begin
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
