@@ -16,9 +16,10 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
+from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.request_reader import ParsedRequest
-from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import event_count, without_events

@@ -18,6 +18,7 @@ from triton_openai.api.responses import background
 from triton_openai.api.responses.compaction import SUMMARIZE, after_compaction, summary_limit
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
+from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.items import InputResolver, input_items, too_long
 from triton_openai.api.responses.objects import (
     CompactedResponse,
@@ -29,7 +30,7 @@ from triton_openai.api.responses.objects import (
     ResponsesRequest,
 )
 from triton_openai.api.responses.request_reader import ParsedRequest, read
-from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.api.responses.stored import RecentLane, StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.api.sse import JSON_LINES, SERVER_SENT
