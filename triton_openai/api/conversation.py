@@ -31,7 +31,7 @@ from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParame
 from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
 from triton_openai.media.images import ImageReference, images_size
 from triton_openai.models.served import ServedModel
-from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.answer_parser import PLAIN, AnswerParser
 from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
 from triton_openai.parsers.tools.tool_parser import ToolParser
@@ -349,7 +349,10 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         spec = await _with_media(context, spec, pictures, audio)
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     streams = bool(conversation.options.stream)
-    answer_parsers = [make_parser(parsers, plan, prompt, streams=streams) for _ in runs]
+    if plan.mode == "none" and parsers.reasoning is None:
+        answer_parsers = [PLAIN] * len(runs)
+    else:
+        answer_parsers = [make_parser(parsers, plan, prompt, streams=streams) for _ in runs]
     record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
     if plan.mode != "none":
         record.tool_calls = partial(call_outcomes, answer_parsers)
