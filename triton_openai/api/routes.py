@@ -439,7 +439,7 @@ def _kept(
     **more: Any,
 ) -> Operation:
     """Return the row of an operation on responses, conversations and chats, which may be kept."""
-    raised = (*_KEPT, *own_errors)
+    raised: tuple[type[errors.ServiceError], ...] = (*_KEPT, *own_errors)
     return Operation(function, _openai(route), name, "inference", request, answer, errors=raised, **more)
 
 

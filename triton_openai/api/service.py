@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 from triton_openai.access.authorizer import Authorizer, gateway_header
@@ -21,7 +22,7 @@ from triton_openai.answer.run import Run
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
 from triton_openai.api.bodies import ModelRequest, report_ignored
-from triton_openai.api.fitting import report_limited
+from triton_openai.api.guides import guide_of, guide_options
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
@@ -57,6 +58,8 @@ from triton_openai.triton.leasing import Attempts
 from triton_openai.triton.route import Route
 from triton_openai.triton.routing import session_key
 
+_log = structlog.get_logger(__name__)
+
 
 class _Metadata(msgspec.Struct):
     """What is read of the ``metadata`` of Anthropic's API."""
@@ -68,6 +71,8 @@ class _Metadata(msgspec.Struct):
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 # Bytes of the JSON of such a field. Longer ones are ignored: reading them would take too long.
 _MAX_SESSION_SIZE = 4096
+# The header of an answer that may have fewer tokens than its request asks for: the most that fit the context.
+_LIMITED_HEADER = "x-max-tokens"
 _Body = TypeVar("_Body")
 _Other = TypeVar("_Other")
 _Request = TypeVar("_Request", bound=ModelRequest)
@@ -414,13 +419,17 @@ def spec_of(
         prompt_scoring = parameters.prompt_scoring(
             options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
         )
+    guide = None
+    guides = guide_options(options)
+    if guides.count(None) < len(guides):
+        guide = guide_of(options, adapter.capabilities.guides, origins)
     template = Generation(
         id=answer_id,
         prompt="",
         sampling=parameters.sampling(options, limit=limit, defaults=defaults, adapter=adapter, origins=origins),
         stream=bool(options.stream),
         times_tokens=context.limits.times_tokens,
-        guide=parameters.guide_of(options, adapter.capabilities.guides, origins),
+        guide=guide,
         priority=priority,
         cumulative_logprob=cumulative_logprob,
         token_ids=bool(options.return_token_ids),
@@ -452,7 +461,7 @@ async def runs_of(
     asked = spec.limit.asked
     # Most requests have one prompt, whose answer has room.
     if asked is not None and (len(runs) > 1 or runs[0].generation.sampling.max_tokens < asked):
-        report_limited(record, asked, runs)
+        _report_limited(record, asked, runs)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id
@@ -462,3 +471,11 @@ async def runs_of(
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // spec.n]
     return runs
+
+
+def _report_limited(record: RequestRecord, asked: int, runs: Sequence[Run]) -> None:
+    """Report to the client and to the log if *runs* may have fewer tokens than *asked*, because no more fit."""
+    max_tokens = min([run.generation.sampling.max_tokens for run in runs])
+    if max_tokens < asked:
+        record.headers = {**record.headers, _LIMITED_HEADER: str(max_tokens)}
+        _log.info("max_tokens is limited to what fits the context", asked=asked, max_tokens=max_tokens)

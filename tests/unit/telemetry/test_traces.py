@@ -30,13 +30,7 @@ from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest
-from triton_openai.api.parameters import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    NamedSchema,
-    StructuralTagFormat,
-    TextFormat,
-)
+from triton_openai.api.guides import JsonObjectFormat, JsonSchemaFormat, NamedSchema, StructuralTagFormat, TextFormat
 from triton_openai.app import create_app
 from triton_openai.config.tree import ServerSettings, Settings, TracesSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamError

@@ -14,7 +14,7 @@ import msgspec
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import MAX_MESSAGES, explain
 from triton_openai.api.conversation import ChatOptions, Conversation
-from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
+from triton_openai.api.guides import JsonSchemaFormat, NamedSchema, ResponseFormat
 from triton_openai.api.responses.objects import (
     SHARED_OPTIONS,
     Item,
