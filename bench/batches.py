@@ -36,7 +36,7 @@ from bench.repository import PACED
 from triton_openai.app import create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 from triton_openai.tritonserver.embedded import EmbeddedTriton

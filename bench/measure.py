@@ -14,7 +14,7 @@ from bench.messages import Load, Measured, Target
 from bench.processes import BenchError, die_with_parent
 from bench.subjects import Subject
 from bench.tally import FIRST_TOKEN_SECONDS, SLOWEST
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 
 _MARGIN_SECONDS = 90.0
 _STALL_SECONDS = 1.0

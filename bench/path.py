@@ -65,6 +65,8 @@ _BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
 # What runs once a second, whatever requests there are. On a slow machine, each request falls into a second of its own.
 _EACH_SECOND = {
     "triton_openai.access.authorizer:Authorizer.watch",
+    "triton_openai.batches.batch_runner:BatchRunner.run",
+    "triton_openai.batches.batch_runner:BatchRunner._watch",
     "triton_openai.serving.connections:_date",
     "triton_openai.telemetry.logging:_second",
     "triton_openai.triton.discovery:Discovery.run",

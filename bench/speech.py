@@ -28,7 +28,7 @@ from bench.accounting import CpuClock
 from bench.figures import table, written
 from bench.processes import HOST
 from bench.subjects import Subject, ours
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 _CONFIGS: Mapping[str, str] = MappingProxyType(

@@ -35,7 +35,7 @@ from bench.fake_triton import _ANSWERS, _CONFIGS
 from bench.figures import table, written
 from bench.processes import HOST, free_port, running, wait_until_answers
 from bench.repository import PACED
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 
 #: What the aims of the issue ask for.
 USED = 0.9

@@ -106,7 +106,7 @@ def create_app(
     model_draining = ModelDraining(draining, shared)
     if shared is not None:
         shared.listen(model_draining.apply)
-    models = Models(settings, fleet, version=lambda: model_draining.version)
+    models = Models(settings, fleet, model_draining)
 
     async def ask(model: ServedModel, at: str | None = None) -> None:
         # The smallest possible request, within the time that clients may wait.
@@ -145,7 +145,7 @@ def create_app(
         background=Background(),
         admission=Admission(
             settings.server,
-            lambda: lag.sustained,
+            lag,
             worker=worker,
             model_draining=model_draining,
             observer=metrics,

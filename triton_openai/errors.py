@@ -312,6 +312,16 @@ class StorageFull(ServiceError, status=507, code="insufficient_storage"):
     """The disk that keeps files and batches is full."""
 
 
+class NoSummary(InvalidRequest, status=422, code="no_summary", retryable=False):
+    """The model wrote no summary of the conversation that is to be compacted."""
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        super().__init__(
+            f"The conversation was not compacted: the model '{model}' wrote no summary in {max_tokens} tokens.",
+            param="input",
+        )
+
+
 class ObjectInUse(InvalidRequest, status=409, code="in_use", retryable=False):
     """An open batch reads the file, or the batch to be deleted has not ended."""
 

@@ -424,6 +424,42 @@ async def test_a_guided_beam_search(proxy):
     assert (400, "use_beam_search") == (answer.status, answer.error["param"])
 
 
+@every_case(
+    "fields, ignored",
+    [
+        ({"temperature": 0.5, "length_penalty": 2, "ignore_eos": False, "stop_token_ids": [1], "stop": ["x"]}, None),
+        ({"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "bad_words": [], "logit_bias": {}}, None),
+        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, "top_p, top_k, min_p"),
+        ({"seed": 0, "min_tokens": 1}, "min_tokens, seed"),
+        (
+            {"frequency_penalty": 1, "presence_penalty": 1, "repetition_penalty": 2},
+            "frequency_penalty, presence_penalty, repetition_penalty",
+        ),
+        (
+            {"bad_words": ["x"], "allowed_token_ids": [5], "logit_bias": {"5": 1}},
+            "bad_words, allowed_token_ids, logit_bias",
+        ),
+    ],
+)
+async def test_what_a_beam_search_ignores(proxy, fields, ignored):
+    """A header names it, under the names that have an effect elsewhere."""
+    body = {"model": "companion", "prompt": "Hi", "use_beam_search": True, "n": 2, "max_tokens": 2, **fields}
+    answer = await proxy.post("/v1/completions", body)
+
+    assert 200 == answer.status, answer.body
+    assert ignored == answer.headers.get("x-triton-openai-ignored")
+
+
+async def test_a_budget_of_a_beam_search(proxy):
+    """There is none: the header has the client's name of it."""
+    messages = [{"role": "user", "content": "Hi"}]
+    budget = {"thinking_budget": 5}
+    body = {"model": "companion", "messages": messages, "use_beam_search": True, "n": 2, "max_tokens": 2, **budget}
+    answer = await proxy.post("/v1/chat/completions", body)
+
+    assert (200, "thinking_budget") == (answer.status, answer.headers["x-triton-openai-ignored"])
+
+
 @every_case("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])
 async def test_wrong_token_ids(proxy, prompt):
     """What can be no prompt is refused by name."""

@@ -26,7 +26,7 @@ from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, WORDS, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
 from tests.triton_fixture import TestTriton
-from triton_openai.api import conversation, service, transcriptions
+from triton_openai.api import conversation, media_limits, transcriptions
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -487,7 +487,7 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
     limits = AudioLimits(max_total_size=12 * len(file))
     async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
         await proxy.ready()
-        reading = service.form_of
+        reading = media_limits.form_of
 
         async def watched(*arguments: Any, **options: Any) -> Any:
             held.append(proxy.client.app[SERVICE].media.reserved)

@@ -27,7 +27,7 @@ from bench.repository import TICK_MS, build_repository
 from bench.tally import BenchTally
 from bench.wire import AnswerReader, http_request
 from tests.cases import every_case
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 from triton_openai.parsers.parser_registry import TOOL_PARSERS
 
 _ROOT = Path(__file__).parents[2]

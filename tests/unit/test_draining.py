@@ -16,6 +16,7 @@ from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import RequestRecord
 
 
@@ -25,7 +26,7 @@ class Process:
     def __init__(self, shared: SharedClient | None = None) -> None:
         self.draining = Draining()
         self.models = ModelDraining(self.draining, shared)
-        self.admission = Admission(ServerSettings(), lambda: 0.0, model_draining=self.models)
+        self.admission = Admission(ServerSettings(), LoopLag(lambda _: None), model_draining=self.models)
         if shared is not None:
             shared.listen(self.models.apply)
 
@@ -150,7 +151,9 @@ async def test_what_runs_too_long_is_ended(pair):
 async def test_who_waits_is_turned_away(pair):
     """A request in the queue does not wait for a model that will be gone; those for other models do."""
     unloading, serving = pair
-    admission = Admission(ServerSettings(max_running_requests_per_model=1), lambda: 0.0, model_draining=serving.models)
+    admission = Admission(
+        ServerSettings(max_running_requests_per_model=1), LoopLag(lambda _: None), model_draining=serving.models
+    )
     began, ended = [], []
     leave = asyncio.Event()
 

@@ -89,7 +89,7 @@ class Authorizer:
         """
         if group == "page":
             return None
-        if group is not None:
+        if group is not None and group in self.restrictions.groups:
             self.restrictions.check(group, headers)
         if group == "health" or (self.keys.ring is None and self.gateway is None):
             return None

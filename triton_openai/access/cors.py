@@ -42,6 +42,8 @@ class Cors:
         """Take new *settings*."""
         self._origins = frozenset(settings.cors_allow_origin)
         self._anybody = "*" in self._origins
+        #: Whether pages of any other origin may send requests.
+        self.enabled = bool(self._origins)
 
     def allows(self, origin: str | None) -> bool:
         """Return whether pages of *origin* may send requests; ``None``: the request does not name it."""
@@ -53,8 +55,6 @@ class Cors:
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers with which the browser lets the page read *response*, if the page may."""
-        if not self._origins:
-            return
         origin = request.headers.get(hdrs.ORIGIN)
         headers = response.headers
         if not self._anybody:
@@ -72,7 +72,7 @@ class Cors:
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """Return the answer to a preflight, ``None`` for other requests. Raises :class:`OriginNotAllowed`."""
-        if request.method != hdrs.METH_OPTIONS or not self._origins:
+        if request.method != hdrs.METH_OPTIONS:
             return None
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:

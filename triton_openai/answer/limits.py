@@ -54,8 +54,6 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def after(self, seconds: float) -> TimeLimits:
         """Return the limits that remain after a wait of *seconds*, less than :attr:`patience`."""
-        if not seconds:
-            return self
         if self.total is None:
             total = None
         else:
@@ -97,14 +95,21 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
     #: The tokens that no prompt can exceed, where that is known.
     longest_prompt: int | None = None
 
-    @property
     def room_for_prompt(self) -> int | None:
-        """The most tokens of a prompt, before the answer or before one token of an open answer."""
+        """
+        Return the most tokens of a prompt, before the answer or before one token of an open answer, if that is known.
+
+        Raises :class:`ContextLengthExceeded` if the answer leaves none.
+        """
         if self.context is None:
             return None
         if self.open:
             return self.context - 1
-        return self.context - self.tokens
+        room = self.context - self.tokens
+        if room <= 0:
+            asked = f"'{self.param}' asks for {self.tokens} tokens in the completion"
+            raise too_many_tokens_error(self.context, asked, param=self.param)
+        return room
 
     def max_tokens_for(self, prompt: int) -> int:
         """

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
-from triton_openai.answer.transcription import agreed
+from triton_openai.answer.transcription import StableText
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError
 from triton_openai.jobs import Transcript, TranscriptionJob
@@ -50,9 +50,7 @@ class LiveTranscription:
         self._timer: asyncio.TimerHandle | None = None
         # Whether no more audio is taken.
         self._finished = False
-        # What the latest answer said, and the part of it that will not change.
-        self._before = ""
-        self._sure = ""
+        self._answers = StableText()
         self._news = asyncio.Event()
 
     async def feed(self, samples: bytes) -> None:
@@ -103,8 +101,8 @@ class LiveTranscription:
             while not asking.done():
                 await self._news.wait()
                 self._news.clear()
-                if len(self._sure) > len(self.text):
-                    yield self._take(self._sure)
+                if len(self._answers.stable) > len(self.text):
+                    yield self._take(self._answers.stable)
             responses = await asking
             transcript = cast(Transcript, self._adapter.decode(self._job, responses))
             self.language = self.language or transcript.language
@@ -128,8 +126,5 @@ class LiveTranscription:
         except ServiceError:
             # What cannot be read is reported at the end.
             return
-        sure = agreed(self._before, text)
-        self._before = text
-        if len(sure) > len(self._sure) and sure.startswith(self._sure):
-            self._sure = sure
+        if self._answers.update(text):
             self._news.set()

@@ -139,9 +139,8 @@ class _Asked:
 
     def __init__(self, chunk: Chunk, ask: Ask, *, live: bool) -> None:
         self.chunk = chunk
-        # The text so far, and the part of it that will not change. It is not decoded before the text is read.
-        self._before = ""
-        self._sure = ""
+        # It is not decoded before the text is read.
+        self._text = StableText()
         self._reads = False
         self._read_text: ReadText | None = None
         self._news = asyncio.Event()
@@ -162,10 +161,7 @@ class _Asked:
         except ServiceError:
             # What cannot be read is reported at the end.
             return
-        sure = agreed(self._before, text)
-        self._before = text
-        if len(sure) > len(self._sure) and sure.startswith(self._sure):
-            self._sure = sure
+        if self._text.update(text):
             self._news.set()
 
     async def pieces(self) -> AsyncGenerator[str]:
@@ -181,13 +177,31 @@ class _Asked:
         while not self.task.done():
             await self._news.wait()
             self._news.clear()
-            if len(self._sure) > told:
-                piece = self._sure[told:]
-                told = len(self._sure)
-                yield piece
+            stable = self._text.stable
+            if len(stable) > told:
+                yield stable[told:]
+                told = len(stable)
         text = (await self.task).text
         if len(text) > told:
             yield text[told:]
+
+
+class StableText:
+    """The part that will not change of a text that the model revises with each of its answers."""
+
+    def __init__(self) -> None:
+        #: What two successive answers began with. It only grows.
+        self.stable = ""
+        self._latest = ""
+
+    def update(self, latest: str) -> bool:
+        """Take the *latest* answer; return whether more of the text is stable now."""
+        stable = agreed(self._latest, latest)
+        self._latest = latest
+        if len(stable) <= len(self.stable) or not stable.startswith(self.stable):
+            return False
+        self.stable = stable
+        return True
 
 
 def agreed(before: str, text: str) -> str:

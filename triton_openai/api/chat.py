@@ -236,7 +236,9 @@ async def answer(context: RequestContext[Conversation], answer_id: str, keep: Ke
     if keep is None:
         context.forget_messages()
     runs = prepared.runs
-    fields = _reasoning_fields(context)
+    fields: Sequence[str] = ()
+    if not prepared.parsers[0].plain:
+        fields = _reasoning_fields(context)
     if options.stream:
         if keep is None:
             chunks = ChatChunks(context, prepared, fields)

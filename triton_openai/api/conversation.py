@@ -22,22 +22,23 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
-from triton_openai.api.bodies import MAX_ITEMS, report_ignored, report_repaired
+from triton_openai.api.bodies import MAX_ITEMS, converted, report_ignored, report_repaired
+from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.parameters import GenerationOptions
-from triton_openai.api.service import RequestContext, media_reservation, runs_of, spec_of
+from triton_openai.api.service import RequestContext, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.audio import AudioReference, load, loaded_size, loading_size
 from triton_openai.media.images import ImageReference, images_size
 from triton_openai.models.served import ServedModel
-from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.answer_parser import PLAIN, AnswerParser
 from triton_openai.parsers.parser_registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.tools.guided import ConstrainedCalls, ForcedCall, GuidedCalls
 from triton_openai.parsers.tools.tool_parser import ToolParser
 from triton_openai.prompts.messages import AssistantMessage, Message
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompter import Prompter
-from triton_openai.prompts.thinking import BUDGET_NAMES, budget_of
+from triton_openai.prompts.thinking import BUDGET_NAMES, LEVELS, budget_of, level_of, named_budget
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.telemetry.request_record import RENDER
 
@@ -104,8 +105,9 @@ class ChatOptions(GenerationOptions, kw_only=True):
             "think": self.think,
             "thinking": self.thinking,
             "enable_thinking": self.enable_thinking,
-            "thinking_budget": self.max_thinking,
         }
+        if self.max_thinking is not None:
+            _, switches["thinking_budget"] = self.max_thinking
         if self.reasoning is not None and self.think is None:
             switches["think"] = self.reasoning.get("effort")
             if switches["think"] is None:
@@ -120,16 +122,38 @@ class ChatOptions(GenerationOptions, kw_only=True):
         return self.reasoning is not None and self.reasoning.get("exclude") is True
 
     @property
-    def max_thinking(self) -> int | None:
-        """The most tokens of thinking, by any of its names; ``None`` for no limit."""
+    def max_thinking(self) -> tuple[str, int] | None:
+        """The name that limits the thinking, and the most tokens of it; ``None`` for no limit."""
         if self.thinking_token_budget is not None and self.thinking_token_budget >= 0:
-            return self.thinking_token_budget
-        budget = budget_of({name: getattr(self, name, None) for name in (*BUDGET_NAMES, "thinking")})
-        if budget is None and self.reasoning is not None:
-            budget = budget_of({"thinking_budget": self.reasoning.get("max_tokens")})
-        if budget is None and self.chat_template_kwargs is not None:
-            budget = budget_of(self.chat_template_kwargs)
-        return budget
+            return "thinking_token_budget", self.thinking_token_budget
+        budget = named_budget({name: getattr(self, name, None) for name in (*BUDGET_NAMES, "thinking")})
+        if budget is not None:
+            return budget
+        if self.reasoning is not None:
+            tokens = budget_of({"thinking_budget": self.reasoning.get("max_tokens")})
+            if tokens is not None:
+                return "reasoning.max_tokens", tokens
+        if self.chat_template_kwargs is not None:
+            budget = named_budget(self.chat_template_kwargs)
+            if budget is not None:
+                return f"chat_template_kwargs.{budget[0]}", budget[1]
+        return None
+
+    def check_thinking(self) -> None:
+        """Raise :class:`InvalidRequest` for a value in ``thinking`` or ``reasoning`` that would have no effect."""
+        objects: dict[str, Any] = {}
+        if isinstance(self.thinking, dict):
+            objects["thinking"] = self.thinking
+        if self.reasoning is not None:
+            objects["reasoning"] = self.reasoning
+        checked = converted(objects, _ThinkingObjects)
+        if checked.reasoning is None:
+            return
+        for name in ("effort", "enabled"):
+            value = getattr(checked.reasoning, name)
+            if value is not None and level_of(value) is None:
+                levels = ", ".join(LEVELS)
+                raise InvalidValue(f"'reasoning.{name}' must be one of {levels}, or a boolean.", f"reasoning.{name}")
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
@@ -137,6 +161,26 @@ class ChatOptions(GenerationOptions, kw_only=True):
         if self.logprobs:
             count = self.top_logprobs or 0
         return "top_logprobs", count
+
+
+_Budget = Annotated[int, Meta(ge=-1)] | None
+_Thinking = msgspec.defstruct(
+    "_Thinking", [("type", str | bool | None, None), *((name, _Budget, None) for name in BUDGET_NAMES)]
+)
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | bool | None = None
+    enabled: str | bool | None = None
+    max_tokens: _Budget = None
+    exclude: bool | None = None
+
+
+class _ThinkingObjects(msgspec.Struct):
+    """The types of what is read of ``thinking`` and ``reasoning``. Other services have more fields there."""
+
+    thinking: _Thinking | None = None  # type: ignore[valid-type]
+    reasoning: _Reasoning | None = None
 
 
 #: All options about the thinking but the levels.
@@ -202,12 +246,14 @@ async def prompt_of(
     options = conversation.options
     origins = conversation.origins
     pictures, audio = media_of(model, conversation.messages, origins)
-    # Before they are rendered: for each, all of its message's text is searched.
-    service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
+    if pictures:
+        # Before they are rendered: for each, all of its message's text is searched.
+        service.images.check_count(pictures, max_images=model.adapter.capabilities.images)
     repaired: list[str] = []
     switches = None
     values = _thinking_options(options)
     if values.count(None) < len(values):
+        options.check_thinking()
         switches = options.switches
     prompt, context.record.chat_template = await rendered_chat(
         model,
@@ -229,18 +275,18 @@ async def prompt_of(
         # The template takes tools, but shows none in a conversation like this one.
         report_ignored(context.record, [origins.name("tools")])
         _warn_hidden_tools(model.name, context.record.chat_template)
-    return _with_special(prompt, prompter, model, options), pictures, audio
+    tokenizer = prompter.tokenizer
+    if tokenizer is not None and tokenizer.adds_bos:
+        prompt = _with_special(prompt, tokenizer, model, options)
+    return prompt, pictures, audio
 
 
-def _with_special(prompt: str, prompter: Prompter, model: ServedModel, options: ChatOptions) -> str:
+def _with_special(prompt: str, tokenizer: Tokenizer, model: ServedModel, options: ChatOptions) -> str:
     """
-    Return the *prompt* of a chat template as a model takes it that may add special tokens by itself.
+    Return the *prompt* of a chat template for a model that may add the special tokens of *tokenizer* by itself.
 
     Raises :class:`UnsupportedParameter` where they are to be added and the model does not add them.
     """
-    tokenizer = prompter.tokenizer
-    if tokenizer is None or not tokenizer.adds_bos:
-        return prompt
     adds = model.adapter.metadata.adds_bos
     if options.add_special_tokens:
         if not adds:
@@ -280,7 +326,9 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
     conversation = context.body
     plan = conversation.tools
     record = context.record
-    prompter = await context.model.prompter()
+    prompter = context.model.lazy_prompter.resolved
+    if prompter is None:
+        prompter = await context.model.prompter()
     parsers = context.model.lazy_prompter.parsers
     spec = _spec(context, answer_id, prompter, parsers)
     if plan.forced:
@@ -301,7 +349,10 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         spec = await _with_media(context, spec, pictures, audio)
     runs = await runs_of(context, prompter.tokenizer, [prompt], spec)
     streams = bool(conversation.options.stream)
-    answer_parsers = [make_parser(parsers, plan, prompt, streams=streams) for _ in runs]
+    if plan.mode == "none" and parsers.reasoning is None:
+        answer_parsers = [PLAIN] * len(runs)
+    else:
+        answer_parsers = [make_parser(parsers, plan, prompt, streams=streams) for _ in runs]
     record.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
     if plan.mode != "none":
         record.tool_calls = partial(call_outcomes, answer_parsers)
@@ -313,18 +364,24 @@ def _with_budget(
     spec: GenerationSpec,
     parsers: Parsers,
     tokenizer: Tokenizer | None,
-    tokens: int,
+    max_thinking: tuple[str, int],
     *,
     images: bool,
 ) -> GenerationSpec:
     """
-    Return *spec* with a budget of *tokens* for the thinking: the engine keeps it if it can, else this service does.
+    Return *spec* with a budget for the thinking: the engine keeps it if it can, else this service does. Beam searches
+    have none.
 
+    *max_thinking* is the option that limits the thinking, and its tokens.
     Raises :class:`UnsupportedParameter` where neither can and the client named vLLM's parameter. Other names are
     reported as ignored: agents send them to every model.
     """
+    name, tokens = max_thinking
     conversation = context.body
     adapter = context.model.adapter
+    if spec.template.beams is not None:
+        report_ignored(context.record, [conversation.origins.name(name)])
+        return spec
     if "thinking_token_budget" in adapter.supported:
         return _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, thinking_token_budget=tokens))
     can_call = conversation.tools.mode == "auto" and parsers.tools is not None
@@ -332,8 +389,7 @@ def _with_budget(
     if parsers.reasoning is not None and not (images and adapter.capabilities.images_as_turn):
         ending = parsers.reasoning.ending(calls=can_call)
     if parsers.reasoning is None or not ending:
-        name = "thinking_token_budget"
-        if conversation.options.thinking_token_budget is not None:
+        if name == "thinking_token_budget":
             raise UnsupportedParameter(
                 f"The parameter '{name}' is not supported with this model: where its thinking ends is not known "
                 "(--reasoning-parser).",

@@ -18,11 +18,11 @@ from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
 from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
+from triton_openai.api.guides import Choices, ResponseFormat, Schema, StructuredOutputs, Text
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
-from triton_openai.generation import Beams, Guide, Sampling
+from triton_openai.generation import Beams, Sampling
 from triton_openai.models.served import ServedModel
-from triton_openai.offload import json_decoder
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
@@ -145,53 +145,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
 #: How long an answer is to be: without influence, as no backend supports it.
 Verbosity = Literal["low", "medium", "high"]
-
-
-class NamedSchema(msgspec.Struct):
-    """A JSON schema; its name and whether it is strict change nothing."""
-
-    schema: dict[str, Any]
-
-
-class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
-    """What a JSON schema describes."""
-
-    json_schema: NamedSchema
-
-
-class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag", omit_defaults=True):
-    """A structural tag, as the backend takes it."""
-
-    format: Any = None
-    structures: Any = None
-    triggers: Any = None
-
-
-ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
-_Text = Annotated[str, Meta(min_length=1)]
-_Schema = dict[str, Any] | Annotated[str, Meta(description="A JSON schema as text.")]
-_Choices = Annotated[list[str], Meta(min_length=1)]
-
-
-class StructuredOutputs(msgspec.Struct):
-    """``structured_outputs``: one of these."""
-
-    json: _Schema | None = None
-    json_object: bool | None = None
-    regex: _Text | None = None
-    choice: _Choices | None = None
-    grammar: _Text | None = None
-    structural_tag: dict[str, Any] | _Text | None = None
 
 
 class TruncatedRequest(ModelRequest, kw_only=True):
@@ -231,10 +186,10 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: _Schema | None = None
-    guided_regex: _Text | None = None
-    guided_choice: _Choices | None = None
-    guided_grammar: _Text | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
     use_beam_search: bool | None = None
 
@@ -486,10 +441,8 @@ def priority(options: GenerationOptions, levels: int, objective: int = 0) -> int
     return asked
 
 
-def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams | None:
-    """Return the beam search that *options* ask for, of *width* answers. Raises :class:`UnsupportedParameter`."""
-    if not options.use_beam_search:
-        return None
+def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams:
+    """Return the beam search, of *width* answers, that *options* ask for. Raises :class:`UnsupportedParameter`."""
     if not adapter.capabilities.beam_search:
         raise UnsupportedParameter("This model's backend does no beam search.", param="use_beam_search")
     if options.length_penalty is None:
@@ -497,30 +450,48 @@ def beams(options: GenerationOptions, adapter: Adapter, *, width: int) -> Beams 
     return Beams(width=width, length_penalty=options.length_penalty)
 
 
-def token_ids(options: GenerationOptions, adapter: Adapter) -> bool:
-    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` if the backend does not send them."""
-    if options.return_token_ids and not adapter.capabilities.token_ids:
+# What a beam search has no use for, as in vLLM's server. Stop strings are cut here, whatever the engine does.
+_IGNORED_BY_BEAMS = (
+    "top_p", "top_k", "min_p", "min_tokens", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "bad_words", "allowed_token_ids", "logit_bias", "thinking_token_budget",
+)  # fmt: skip
+
+
+def ignored_by_beams(options: GenerationOptions) -> Sequence[str]:
+    """Return the names of *options* that ask for something which a beam search does not do."""
+    names = []
+    for name in _IGNORED_BY_BEAMS:
+        value = getattr(options, name)
+        if value is not None and value not in _PLAIN.get(name, ([], {})):
+            names.append(name)
+    return names
+
+
+def check_token_ids(adapter: Adapter) -> None:
+    """Raise :class:`UnsupportedParameter` if the backend does not send the ids of its tokens."""
+    if not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
             "This model answers in text and does not report token ids; an engine that is asked token by token does"
             " (--prefer-token-level always).",
             param="return_token_ids",
         )
-    return bool(options.return_token_ids)
 
 
 def prompt_scoring(
     options: GenerationOptions, model: ServedModel, *, echo_logprobs: int | None, timeout: float
-) -> PromptScoring | None:
-    """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
-    count = echo_logprobs
+) -> PromptScoring:
+    """
+    Return how the log probabilities of a prompt are made, which *options* or *echo_logprobs* ask for.
+
+    Raises :class:`InvalidRequest`.
+    """
+    count = echo_logprobs or 0
     param = "logprobs"
     if options.prompt_logprobs is not None:
         if options.stream:
             raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
-        count = max(options.prompt_logprobs, echo_logprobs or 0)
+        count = max(options.prompt_logprobs, count)
         param = "prompt_logprobs"
-    if count is None:
-        return None
     if not model.adapter.capabilities.prompt_logprobs:
         message = "This model does not report the log probabilities of the prompt's tokens."
         if param == "logprobs":
@@ -532,67 +503,3 @@ def prompt_scoring(
             param=param,
         )
     return PromptScoring(count=count, param=param, timeout=timeout)
-
-
-def guide_of(options: GenerationOptions, supported: frozenset[str], origins: Origins = CHAT_ORIGINS) -> Guide | None:
-    """
-    Return the guide that *options* ask for, of a *supported* kind.
-
-    *origins* has the client's names, for errors. Raises :class:`InvalidRequest`.
-    """
-    guides: list[Guide] = []
-    if options.response_format is not None:
-        guides += _format_guides(options.response_format, origins.name("response_format"))
-    for kind in ("json", "regex", "choice", "grammar"):
-        param = f"guided_{kind}"
-        value = getattr(options, param)
-        if value is not None:
-            guides.append(_guide(kind, value, param))
-    if options.structured_outputs is not None:
-        for kind, value in msgspec.structs.asdict(options.structured_outputs).items():
-            if value is not None and value is not False:
-                guides.append(_guide(kind, value, f"structured_outputs.{kind}"))
-    if not guides:
-        return None
-    if len(guides) > 1:
-        raise InvalidRequest(
-            f"Only one of '{guides[0].param}' and '{guides[1].param}' can be used.", param=guides[1].param
-        )
-    guide = guides[0]
-    if guide.kind not in supported:
-        if supported:
-            reason = f"it supports {', '.join(sorted(supported))}"
-        else:
-            reason = "it has no guided decoding"
-        raise UnsupportedParameter(f"The model does not support '{guide.kind}' output: {reason}.", param=guide.param)
-    return guide
-
-
-def _format_guides(form: ResponseFormat, param: str) -> Sequence[Guide]:
-    """Return the guide for a ``response_format``, if it needs one; *param* is the client's name of it."""
-    if isinstance(form, JsonObjectFormat):
-        return [Guide(kind="json", param=param)]
-    if isinstance(form, JsonSchemaFormat):
-        return [Guide(kind="json_schema", value=_encoded(form.json_schema.schema), param=param)]
-    if isinstance(form, StructuralTagFormat):
-        return [Guide(kind="structural_tag", value=_encoded(form), param=param)]
-    return ()
-
-
-def _guide(kind: Any, value: Any, param: str) -> Guide:
-    if kind == "json_object":
-        return Guide(kind="json", param=param)
-    if kind != "json":
-        return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
-    try:
-        if isinstance(value, str):
-            schema = json_decoder(dict[str, Any]).decode(value)
-        else:
-            schema = value
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidValue(f"'{param}' must be a JSON schema.", param) from error
-    return Guide(kind="json_schema", value=_encoded(schema), param=param)
-
-
-def _encoded(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -429,10 +429,18 @@ _Type: TypeAlias = type[msgspec.Struct] | None
 
 
 def _kept(
-    function: OperationFunction, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+    function: OperationFunction,
+    route: str,
+    name: str,
+    request: _Type = None,
+    answer: _Type = None,
+    *,
+    own_errors: tuple[type[errors.ServiceError], ...] = (),
+    **more: Any,
 ) -> Operation:
     """Return the row of an operation on responses, conversations and chats, which may be kept."""
-    return Operation(function, _openai(route), name, "inference", request, answer, errors=_KEPT, **more)
+    raised: tuple[type[errors.ServiceError], ...] = (*_KEPT, *own_errors)
+    return Operation(function, _openai(route), name, "inference", request, answer, errors=raised, **more)
 
 
 OPERATIONS = (
@@ -454,7 +462,7 @@ OPERATIONS = (
     _kept(responses.count_tokens, "POST /responses/input_tokens", "count_input_tokens", response_types.ResponsesRequest,
           response_types.InputTokens, label="chat"),
     _kept(responses.compact, "POST /responses/compact", "compact_response", response_types.CompactRequest,
-          response_types.CompactedResponse, jobs=(Generation,), label="chat"),
+          response_types.CompactedResponse, jobs=(Generation,), label="chat", own_errors=(errors.NoSummary,)),
     _kept(retrieve.retrieve, f"GET {_RESPONSE}", "get_response", answer=response_types.ResponseObject,
           event=response_types.ResponseEvent, query=_AGAIN, reads=BodyKind.OPTIONAL_JSON,
           hidden_request=retrieve.Retrieval, strict=False),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import structlog
+from msgspec.structs import replace
 
 from triton_openai.access.authorizer import Authorizer, gateway_header
 from triton_openai.access.keys import ApiKey
-from triton_openai.access.rate_limits import RateLimit
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits
 from triton_openai.answer.logits_reader import score_prompts
@@ -22,20 +21,18 @@ from triton_openai.answer.prepare import GenerationSpec, Prompt, prepare
 from triton_openai.answer.run import Run
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api import parameters
-from triton_openai.api.bodies import ModelRequest, read_form, report_ignored
-from triton_openai.api.fitting import report_limited
+from triton_openai.api.bodies import ModelRequest, report_ignored
+from triton_openai.api.guides import guide_of, guide_options
 from triton_openai.api.responses.stored import ResponseStore
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.file_folder import Files
-from triton_openai.byte_budget import ByteBudget, Reservation
+from triton_openai.byte_budget import ByteBudget
 from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
     InvalidRequest,
     InvalidValue,
-    PayloadTooLarge,
     PromptRefused,
-    RateLimited,
     ServiceError,
     UnsupportedParameter,
 )
@@ -46,14 +43,13 @@ from triton_openai.models.canary import Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import Call, Form, Operation, Renderer, Reply
+from triton_openai.operations import Call, Operation, Renderer, Reply
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.execution import Executor
-from triton_openai.shares import SHARING_KEY
 from triton_openai.tasks import Background
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.request_record import TOKENIZE, RequestRecord
@@ -62,6 +58,8 @@ from triton_openai.triton.leasing import Attempts
 from triton_openai.triton.route import Route
 from triton_openai.triton.routing import session_key
 
+_log = structlog.get_logger(__name__)
+
 
 class _Metadata(msgspec.Struct):
     """What is read of the ``metadata`` of Anthropic's API."""
@@ -69,14 +67,12 @@ class _Metadata(msgspec.Struct):
     user_id: str | int | None = None
 
 
-# The accounts of seconds of audio: no key has such a name.
-_AUDIO = "audio\n"
-# Bytes of a form beside its file.
-_FIELDS = 1024 * 1024
 # The fields that say what a request is part of, the narrowest first: the first is vLLM's, the others are OpenAI's.
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 # Bytes of the JSON of such a field. Longer ones are ignored: reading them would take too long.
 _MAX_SESSION_SIZE = 4096
+# The header of an answer that may have fewer tokens than its request asks for: the most that fit the context.
+_LIMITED_HEADER = "x-max-tokens"
 _Body = TypeVar("_Body")
 _Other = TypeVar("_Other")
 _Request = TypeVar("_Request", bound=ModelRequest)
@@ -123,154 +119,7 @@ class Service:
         return await self.models.find(name, key.allows)
 
 
-@contextlib.asynccontextmanager
-async def counting_audio(service: Service, call: Call[Any]) -> AsyncIterator[None]:
-    """
-    Charge the key of *call* with the seconds of audio that its record has at the end.
-
-    Raises :class:`RateLimited` where the key has none left in this minute.
-    """
-    key = call.key
-    record = call.record
-    limits = service.authorizer.limits
-    max_seconds = key.limit.audio_seconds_per_minute
-    account = _AUDIO + key.name
-    if max_seconds is None:
-        yield
-        return
-    decision = await limits.admit(account, RateLimit(tokens_per_minute=max_seconds))
-    told = {name.replace("tokens", "audio-seconds"): value for name, value in decision.headers.items()}
-    record.headers = {**record.headers, **told}
-    if decision.refusal is not None:
-        wait = decision.refusal.wait
-        raise RateLimited(
-            f"Rate limit reached for '{key.name}' on seconds of audio per minute: limit {max_seconds}. "
-            f"Please try again in {math.ceil(wait)}s.",
-            kind="audio_seconds",
-            wait=wait,
-        )
-    try:
-        yield
-    finally:
-        limits.leave(account, math.ceil(sum(record.audio_seconds.values())))
-
-
-# Seconds after which a file that has not arrived is counted by what has arrived of it.
-_FAST_UPLOAD_SECONDS = 5.0
-
-
-class Upload:
-    """
-    The memory for a file of audio that is uploaded.
-
-    The whole file is reserved at first, so that those that arrive quickly do not wait for each other half-way. What
-    takes longer has only what has arrived: slow clients do not keep others out with what they promise to send.
-    """
-
-    def __init__(self, form: Form, reservation: Reservation) -> None:
-        #: The bytes of the file, and what is decoded of it.
-        self.reservation = reservation
-        self._form = form
-        self._slow = False
-        self._timer = asyncio.get_running_loop().call_later(_FAST_UPLOAD_SECONDS, self._count_arrived)
-
-    def _count_arrived(self) -> None:
-        """Give back what has not arrived yet."""
-        self._slow = True
-        self.reservation.shrink(self._form.size)
-
-    async def arrived(self, size: int) -> None:
-        """Wait until *size* bytes that have arrived are reserved. Raises :class:`ServiceOverloaded`."""
-        if self._slow:
-            await self.reservation.grow(size)
-
-    def end(self) -> None:
-        """Note that no more arrives, and give back what was reserved beyond it."""
-        self._timer.cancel()
-        self.reservation.shrink(self._form.size)
-
-    async def reserve_decoded(self, size: int) -> None:
-        """Reserve *size* bytes for what is decoded at the same time. Raises :class:`ServiceOverloaded`."""
-        await self.reservation.finish(size)
-
-    def decoded(self, size: int) -> None:
-        """Note that all that is decoded has *size* bytes, which may be less than was reserved."""
-        self.reservation.shrink(self._form.size + size)
-
-
-@contextlib.asynccontextmanager
-async def receiving_audio(service: Service, call: Call[Form]) -> AsyncIterator[Upload]:
-    """
-    Count the audio that *call* brings, as :func:`counting_audio` does, and wait until there is memory for it.
-
-    Raises also :class:`PayloadTooLarge`, before anything is read, and :class:`ServiceOverloaded`.
-    """
-    limits = service.settings.audio
-    max_size = max_form_size(service.settings)
-    # Unless a client says how much it sends.
-    if call.body.declared_size is None:
-        size = max_size
-    else:
-        size = call.body.declared_size
-    if size > max_size:
-        raise audio_too_large(limits.max_file_size)
-    async with counting_audio(service, call):
-        with media_reservation(service) as reservation:
-            await reservation.grow(size)
-            upload = Upload(call.body, reservation)
-            try:
-                yield upload
-            finally:
-                upload.end()
-
-
-async def form_of(
-    service: Service, call: Call[Form], kind: type[_Request], *, max_size: int, upload: Upload | None = None
-) -> _Request:
-    """
-    Return the form of *call*, of *max_size* bytes at most, as *kind*; *upload* counts what arrives.
-
-    Raises as :func:`read_form`.
-    """
-    settings = service.settings
-    on_arrival = None
-    if upload is not None:
-        on_arrival = upload.arrived
-    body = await read_form(
-        call.body,
-        kind,
-        call.record,
-        settings.limits,
-        strict=settings.api.strict_parameters,
-        max_size=max_size,
-        on_arrival=on_arrival,
-    )
-    if upload is not None:
-        upload.end()
-    return body
-
-
-def media_reservation(service: Service) -> Reservation:
-    """Return a reservation for media of the current request; nothing is reserved yet."""
-    return service.media.open(
-        SHARING_KEY.get(),
-        max_total=service.settings.audio.max_total_size,
-        max_wait=service.settings.server.queue_timeout,
-    )
-
-
-def audio_too_large(max_size: int) -> PayloadTooLarge:
-    """Return the error for a file of more than *max_size* bytes."""
-    return PayloadTooLarge(f"The file is larger than the limit of {max_size} bytes.", param="file")
-
-
-def max_form_size(settings: Settings) -> int:
-    """Return the most bytes of a form with a recording."""
-    return settings.audio.max_file_size + _FIELDS
-
-
-@dataclass
-class RequestContext(Generic[_Body]):
+class RequestContext(msgspec.Struct, Generic[_Body], eq=False):
     """A request to a model, and what its operation works with."""
 
     call: Call[Any]
@@ -289,8 +138,7 @@ class RequestContext(Generic[_Body]):
 
     def about(self, body: _Other) -> RequestContext[_Other]:
         """Return the context with another *body*."""
-        context: RequestContext[Any] = replace(self)
-        context.body = body
+        context: RequestContext[Any] = replace(self, body=body)
         return context
 
     def forget_messages(self) -> None:
@@ -383,7 +231,7 @@ class RequestContext(Generic[_Body]):
         if runs:
             task = await admission.enter(triton_model, self.record, patience=self.limits.patience)
         try:
-            if runs:
+            if runs and self.record.queued_seconds:
                 self.limits = self.limits.after(self.record.queued_seconds)
             try:
                 return await answer(self)
@@ -490,7 +338,13 @@ async def begin(service: Service, call: Call[_Request], *, read_as_chat: bool = 
             label = model.name
         else:
             label = model.triton_model
-        record.identify(operation.label or operation.name, model=label, adapter=model.adapter.name, stream=stream)
+        record.identify(
+            operation.label or operation.name,
+            model=label,
+            adapter=model.adapter.name,
+            triton_model=model.triton_model,
+            stream=stream,
+        )
         record.response_model = model.answers_as
         service.executor.observer.identified(record)
         if set(model.jobs).isdisjoint(operation.jobs):
@@ -533,7 +387,9 @@ def spec_of(
     model = context.model
     settings = context.service.settings
     adapter = model.adapter
-    defaults = model.default_parameters(prompter)
+    defaults = model.settings.default_parameters
+    if prompter.recommended:
+        defaults = model.default_parameters(prompter)
     objective = 0
     if settings.access.trust_gateway:
         name = gateway_header(context.call.headers, "objective")
@@ -545,22 +401,38 @@ def spec_of(
         raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     limit = parameters.token_limit(options, model, prompter.tokenizer, defaults, settings.api.default_max_tokens)
     truncation = parameters.truncation(options, keeps_special=keeps_special)
-    if truncation is not None:
-        truncation = truncation.within(limit.room_for_prompt)
-    beams = parameters.beams(options, adapter, width=n)
-    if beams is not None:
+    if truncation is not None and truncation.tokens < 0:
+        truncation = truncation.within(limit.room_for_prompt(), limit.param)
+    beams = None
+    if options.use_beam_search:
+        beams = parameters.beams(options, adapter, width=n)
+        report_ignored(context.record, map(origins.name, parameters.ignored_by_beams(options)))
         # It is one of the search.
         options = msgspec.structs.replace(options, length_penalty=None)
+    priority = 0
+    if options.priority or objective:
+        priority = parameters.priority(options, model.priorities, objective)
+    if options.return_token_ids:
+        parameters.check_token_ids(adapter)
+    prompt_scoring = None
+    if echo_logprobs is not None or options.prompt_logprobs is not None:
+        prompt_scoring = parameters.prompt_scoring(
+            options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
+        )
+    guide = None
+    guides = guide_options(options)
+    if guides.count(None) < len(guides):
+        guide = guide_of(options, adapter.capabilities.guides, origins)
     template = Generation(
         id=answer_id,
         prompt="",
         sampling=parameters.sampling(options, limit=limit, defaults=defaults, adapter=adapter, origins=origins),
         stream=bool(options.stream),
         times_tokens=context.limits.times_tokens,
-        guide=parameters.guide_of(options, adapter.capabilities.guides, origins),
-        priority=parameters.priority(options, model.priorities, objective),
+        guide=guide,
+        priority=priority,
         cumulative_logprob=cumulative_logprob,
-        token_ids=parameters.token_ids(options, adapter),
+        token_ids=bool(options.return_token_ids),
         beams=beams,
     )
     if beams is not None and template.guide is not None:
@@ -573,9 +445,7 @@ def spec_of(
         n=n,
         truncation=truncation,
         adds_special=adds_special,
-        prompt_scoring=parameters.prompt_scoring(
-            options, model, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
-        ),
+        prompt_scoring=prompt_scoring,
     )
 
 
@@ -591,7 +461,7 @@ async def runs_of(
     asked = spec.limit.asked
     # Most requests have one prompt, whose answer has room.
     if asked is not None and (len(runs) > 1 or runs[0].generation.sampling.max_tokens < asked):
-        report_limited(record, asked, runs)
+        _report_limited(record, asked, runs)
     record.answers = [run.progress for run in runs]
     record.n = spec.n
     record.response_id = spec.template.id
@@ -601,3 +471,11 @@ async def runs_of(
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // spec.n]
     return runs
+
+
+def _report_limited(record: RequestRecord, asked: int, runs: Sequence[Run]) -> None:
+    """Report to the client and to the log if *runs* may have fewer tokens than *asked*, because no more fit."""
+    max_tokens = min([run.generation.sampling.max_tokens for run in runs])
+    if max_tokens < asked:
+        record.headers = {**record.headers, _LIMITED_HEADER: str(max_tokens)}
+        _log.info("max_tokens is limited to what fits the context", asked=asked, max_tokens=max_tokens)

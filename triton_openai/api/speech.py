@@ -20,8 +20,9 @@ from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import Speaker, longest_piece, pieces
 from triton_openai.api.bodies import ModelRequest, encode, new_id, report_ignored, whole
+from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.parameters import accepting
-from triton_openai.api.service import RequestContext, Service, begin, counting_audio
+from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.api.sse import data_event
 from triton_openai.errors import ConfigurationError, InvalidAnswer, InvalidValue
 from triton_openai.generation import AnswerState, Generation, Sampling

@@ -173,6 +173,8 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     legacy: bool = False
     parallel: bool = True
     custom: frozenset[str] = frozenset()
+    #: Whether the answer has to be a call.
+    forced: bool = False
 
     @property
     def param(self) -> str:
@@ -180,11 +182,6 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         if self.legacy:
             return "function_call"
         return "tool_choice"
-
-    @property
-    def forced(self) -> bool:
-        """Whether the answer has to be a call."""
-        return self.mode in ("required", "named")
 
     def guide(self) -> Guide:
         """Return the guide for an answer that has to be a call. Raises :class:`InvalidRequest`."""
@@ -252,4 +249,5 @@ def plan_tools(
         legacy=legacy,
         parallel=name is None and parallel is not False and not legacy,
         custom=frozenset([tool.name for tool in tools if tool.custom]),
+        forced=selection.mode in ("required", "named"),
     )

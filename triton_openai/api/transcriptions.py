@@ -22,17 +22,9 @@ from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.repetition import compression_ratio
 from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, report_ignored, whole
+from triton_openai.api.media_limits import Upload, audio_too_large, form_of, max_form_size, receiving_audio
 from triton_openai.api.parameters import refusing
-from triton_openai.api.service import (
-    RequestContext,
-    Service,
-    Upload,
-    audio_too_large,
-    begin,
-    form_of,
-    max_form_size,
-    receiving_audio,
-)
+from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.api.sse import data_event
 from triton_openai.api.uploaded_files import find_file, read_file
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter

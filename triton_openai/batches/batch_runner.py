@@ -74,7 +74,6 @@ class BatchRunner:
         self._changed = Look(changed=False, polls=False)
         self._sweeping: asyncio.Task[None] | None = None
         self._failing = False
-        first_tokens.target = host.target
         holder = os.urandom(16).hex()
         wake = self._woken.set
         self._batches: dict[str, RunningBatch] = {}

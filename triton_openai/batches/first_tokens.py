@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import defaultdict, deque
+from collections.abc import Collection
 
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
@@ -71,9 +71,7 @@ class FirstTokens(Observer):
     """Observes how long live requests wait for their first tokens, by Triton model."""
 
     def __init__(self) -> None:
-        self._models: dict[str, Waits] = {}
-        #: Returns the Triton model behind a client's name for it.
-        self.target: Callable[[str], str | None] = str
+        self._models: defaultdict[str, Waits] = defaultdict(Waits)
 
     @property
     def models(self) -> Collection[str]:
@@ -82,12 +80,12 @@ class FirstTokens(Observer):
 
     def of(self, model: str) -> Waits:
         """Return the waits for a Triton model."""
-        return self._models.setdefault(model, Waits())
+        return self._models[model]
 
     def ended(self, record: RequestRecord) -> None:
         wait = record.time_to_first_token
+        if record.batch is not None or wait is None or record.triton_model is None:
+            return
         # All answers of a request come whole, or none does.
-        if record.batch is None and wait is not None and not record.answers[0].whole:
-            target = self.target(record.model or "")
-            if target is not None:
-                self.of(target).add(wait)
+        if not record.answers[0].whole:
+            self._models[record.triton_model].add(wait)

@@ -20,9 +20,8 @@ from triton_openai.cli.terminal import table
 from triton_openai.cli.values import count, seconds
 from triton_openai.errors import ConfigurationError, ServiceError, printable
 from triton_openai.load.events import EventReader
-from triton_openai.load.figures import percentile
 from triton_openai.load.streams import Target, run_streams
-from triton_openai.load.tally import Outcome, Plan, Tally
+from triton_openai.load.tally import Outcome, Plan, Tally, percentile
 
 _STREAMS = 8
 _REQUESTS = 64

@@ -1,11 +1,11 @@
-"""The load generator's bookkeeping: what happens when, inside the measured window."""
+"""The load generator's bookkeeping: what happens when, inside the measured window, and percentiles of it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -153,3 +153,14 @@ class Tally:
             for waiter in waiting:
                 waiter.cancel()
         return event.is_set()
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the value below which *share* (0 to 1) of *values* lie, between neighbours in proportion."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

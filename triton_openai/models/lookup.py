@@ -12,6 +12,7 @@ import structlog
 
 from triton_openai.config.tree import Settings
 from triton_openai.config.validation import did_you_mean
+from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable, missing
 from triton_openai.models.binding import Binder
 from triton_openai.models.loading import Prompters, warn_of
@@ -45,10 +46,10 @@ _TOGETHER_SECONDS = 1.0
 class Models:
     """The table of served models by name; it follows the models of Triton."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, *, version: Callable[[], int] = lambda: 0) -> None:
-        """*version* gives another number when another process of the service has changed what Triton has."""
-        self._version = version
-        self._seen = version()
+    def __init__(self, settings: Settings, fleet: Fleet, draining: ModelDraining | None = None) -> None:
+        """*draining* learns when another process of the service has changed what Triton has."""
+        self._draining = draining or ModelDraining(Draining())
+        self._version = self._draining.version
         self._binder = Binder(settings, Prompters())
         self._binding = asyncio.Lock()
         self.loras = LoraModels()
@@ -142,10 +143,10 @@ class Models:
         default model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the
         model.
         """
-        version = self._version()
-        if version != self._seen:
+        version = self._draining.version
+        if version != self._version:
             await self.fleet.reload()
-            self._seen = version
+            self._version = version
         if name not in self.served:
             name = self.requested_name(name, allows)
         if not allows(name):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from triton_openai.adapters._common.base import Adapter, ModelMetadata
 from triton_openai.config.tree import DefaultParameters, ModelSettings
@@ -57,13 +58,19 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     over_grpc: bool = False
     #: Whether its tokenizer is the one that the settings have for all models.
     common_tokenizer: bool = False
+    # What follows from the fields above
+    #: The types of the jobs that the model takes, what it is mainly for first.
+    jobs: Sequence[JobType] = ()
+    #: The name of what answers: that of the Triton model, or of the LoRA adapter.
+    answers_as: str = ""
 
-    @property
-    def answers_as(self) -> str:
-        """The name of what answers: that of the Triton model, or of the LoRA adapter."""
-        if self.lora is None:
-            return self.triton_model
-        return self.lora.name
+    def __post_init__(self) -> None:
+        jobs = [job for job in self.adapter.jobs if job not in self.metadata.lacks]
+        force_setattr(self, "jobs", jobs)
+        answers_as = self.triton_model
+        if self.lora is not None:
+            answers_as = self.lora.name
+        force_setattr(self, "answers_as", answers_as)
 
     def variant_at(self, endpoint: str | None) -> ServedModel:
         """Return the model as the Triton *endpoint* has it, under this name."""
@@ -93,14 +100,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             if len({value_of(model) for model in every}) > 1:
                 lines.append(f"{what} is {', '.join(values)}.")
         return lines
-
-    @property
-    def jobs(self) -> Sequence[JobType]:
-        """The types of the jobs that the model takes, what it is mainly for first."""
-        lacks = self.metadata.lacks
-        if lacks:
-            return [job for job in self.adapter.jobs if job not in lacks]
-        return self.adapter.jobs
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -155,8 +154,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`, whose detail is for the log alone."""
-        if self.lazy_prompter.resolved is not None:
-            return self.lazy_prompter.resolved
         try:
             return await self.lazy_prompter.get()
         except ConfigurationError as error:
@@ -173,10 +170,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         Return what holds where a request leaves parameters out: the operator's values, before those that *prompter*'s
         ``generation_config.json`` recommends and this model can honour.
         """
-        recommended = prompter.recommended
-        if not recommended:
-            return self.settings.default_parameters
-        fitting = {name: value for name, value in recommended.items() if name in self.adapter.supported}
+        fitting = {name: value for name, value in prompter.recommended.items() if name in self.adapter.supported}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.explicit()})
 
     async def check(self) -> CheckFailure | None:

@@ -158,6 +158,10 @@ class AnswerParser:
         return [event for event in events if isinstance(event, Content | Reasoning) or not event.index]
 
 
+#: The parser of an answer that is just text. It has no state, so all such answers share it.
+PLAIN = AnswerParser(None, None)
+
+
 def _thinking_share(events: Sequence[Event], tokens: int) -> int:
     """
     Return how many of *tokens*, which came together, are thinking.

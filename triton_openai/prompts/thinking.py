@@ -151,14 +151,22 @@ class ThinkingControls(msgspec.Struct, frozen=True):
 
 def budget_of(variables: Mapping[str, Any]) -> int | None:
     """Return the number of tokens for the thinking that a client's *variables* name; ``None`` for no limit."""
-    values = [variables.get(name) for name in BUDGET_NAMES]
+    named = named_budget(variables)
+    if named is None:
+        return None
+    return named[1]
+
+
+def named_budget(variables: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return which of a client's *variables* limits the thinking, and the number of tokens; ``None`` for no limit."""
+    values = [(name, variables.get(name)) for name in BUDGET_NAMES]
     thinking = variables.get("thinking")
     if isinstance(thinking, Mapping):
-        values += [thinking.get(name) for name in BUDGET_NAMES]
-    for value in values:
+        values += [(f"thinking.{name}", thinking.get(name)) for name in BUDGET_NAMES]
+    for name, value in values:
         # -1 is no limit.
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
+            return name, value
     return None
 
 

@@ -44,6 +44,8 @@ class Tokenizer:
     A fast (``tokenizers``) tokenizer with its special tokens and chat templates. Immutable; safe in threads.
 
     :meth:`load` creates it. Encoding never truncates or pads, whatever ``tokenizer.json`` says.
+
+    It has more than 20 methods, because what may take long exists twice: at once, and without holding the event loop.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:

@@ -35,16 +35,22 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether special tokens around a text stay, and count: vLLM keeps them in a completion's prompt without a side,
     #: and cuts them in a chat.
     keeps_special: bool = True
+    #: The client's name of what determines the number of tokens.
+    param: str = _PARAM
 
-    def within(self, room: int | None) -> Truncation:
-        """Return this with -1 replaced by *room*. Raises :class:`InvalidRequest` if that is unknown."""
+    def within(self, room: int | None, param: str = _PARAM) -> Truncation:
+        """
+        Return this with -1 replaced by *room*, which the client's *param* leaves.
+
+        Raises :class:`InvalidRequest` if the room is unknown.
+        """
         if self.tokens >= 0:
             return self
         if room is None:
             raise InvalidRequest(
                 f"'{_PARAM}' can be -1 only where the model's context length is known (--max-model-len).", param=_PARAM
             )
-        return msgspec.structs.replace(self, tokens=max(room, 0))
+        return msgspec.structs.replace(self, tokens=max(room, 0), param=param)
 
     def checked(self, longest: int | None) -> Truncation:
         """Return this. Raises :class:`InvalidRequest` for more tokens than the *longest* input has."""
@@ -120,7 +126,7 @@ def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool)
             end = min(_place(tokens, last + 1 - dropped)[0], _place(tokens, last)[1] - 1)
             text = text[: len(text) - len(piece) + end]
     if allowed <= 0 or not text:
-        raise InvalidValue(f"'{_PARAM}' leaves nothing of the prompt.", _PARAM)
+        raise InvalidValue(f"'{truncation.param}' leaves nothing of the prompt.", truncation.param)
     return text
 
 

@@ -20,6 +20,7 @@ from triton_openai.config.worker import Worker
 from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.shares import SHARING_KEY, may_take
+from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.
@@ -33,7 +34,7 @@ class Admission:
     """
     Admits the requests of one process, first come, first served.
 
-    A request for a model at its limit does not delay those for other models. *lag* returns the seconds by which the
+    A request for a model at its limit does not delay those for other models. *lag* measures by how much the
     event loop is late; *model_draining* has the models that take no requests now; *worker* is this process among those
     that serve together, which gets its share of each limit. *capacity* returns how many requests for a model the
     Tritons that have it take from this process.
@@ -42,7 +43,7 @@ class Admission:
     def __init__(
         self,
         settings: ServerSettings,
-        lag: Callable[[], float],
+        lag: LoopLag,
         *,
         worker: Worker | None = None,
         model_draining: ModelDraining | None = None,
@@ -89,9 +90,9 @@ class Admission:
         """
         if record.batch is None:
             self._live_at[model] = time.monotonic()
-        self.check(model)
+        has_room = self.has_room(model)
         task = asyncio.current_task()
-        if self._total() < self._limit and self._has_room(model):
+        if has_room:
             # No request waits for this model: each one that ends admits those that have room.
             self._model_draining.enter(model, task)
             if record.batch is not None:
@@ -111,7 +112,7 @@ class Admission:
         and capacity for one more live request stays free. Without live requests for a while, they have all of it. No
         line begins while a live request waits for the model.
         """
-        if self._lag() > _MAX_LOOP_LAG or self._is_awaited(model):
+        if self._lag.sustained > _MAX_LOOP_LAG or self._is_awaited(model):
             return False
         own = sum(line_model == model for line_model in self._lines.values())
         live = len(self.running.get(model, ())) - own
@@ -128,13 +129,13 @@ class Admission:
         """Return whether a request waits for *model*."""
         return any(waiting_for == model for waiting_for, _, _ in self.queue.values())
 
-    def check(self, model: str) -> None:
-        """Raise the errors that :meth:`enter` raises without a wait."""
+    def has_room(self, model: str) -> bool:
+        """Return whether a request for *model* would run at once. Raises the errors of :meth:`enter` without a wait."""
         self._model_draining.check(model)
-        if self._lag() > _MAX_LOOP_LAG:
+        if self._lag.sustained > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        if self._total() < self._limit and self._has_room(model):
-            return
+        if self._total() < self._limit and self._is_below_limit(model):
+            return True
         key = SHARING_KEY.get()
         own = sum(waiting == key for _, _, waiting in self.queue.values())
         free = self._queue_limit - len(self.queue)
@@ -146,13 +147,15 @@ class Admission:
             raise ServiceOverloaded(
                 f"{whose} are running and waiting already.", retry_after=self._settings.queue_timeout
             )
+        return False
 
     def leave(self, model: str, task: _Task) -> None:
         """Count the request of *task*, which was admitted for *model*, out."""
         if self._lines.pop(task, None) is None:
             self._live_at[model] = time.monotonic()
         self._model_draining.leave(model, task)
-        self.admit()
+        if self.queue:
+            self.admit()
 
     async def _wait(self, model: str, task: _Task, record: RequestRecord, patience: float | None) -> None:
         seconds = self._settings.queue_timeout
@@ -201,13 +204,13 @@ class Admission:
     def _next_turn(self) -> asyncio.Future[None] | None:
         """Return the first request in the queue whose model is not at its limit."""
         for turn, (model, _, _) in self.queue.items():
-            if self._has_room(model):
+            if self._is_below_limit(model):
                 return turn
         return None
 
     def _total(self) -> int:
         return sum(map(len, self.running.values()))
 
-    def _has_room(self, model: str) -> bool:
+    def _is_below_limit(self, model: str) -> bool:
         running = len(self.running.get(model, ()))
         return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))

@@ -141,7 +141,7 @@ class Connection(web.RequestHandler):
             record = RequestRecord(request_id=request_id, method="", path="", client=request.remote)
             record.status = error.status
             record.error = error
-            record.ended = time.monotonic()
+            record.end(time.monotonic())
             self._observer.started(record)
             self._observer.ended(record)
         else:

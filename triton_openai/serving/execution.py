@@ -18,6 +18,7 @@ from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.run import Run
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
+from triton_openai.operations import STREAMED, Streamed
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
@@ -60,9 +61,9 @@ class StreamSender(Protocol):
 
 async def send_stream(
     sender: StreamSender, record: RequestRecord, draining: Draining, *, timeout: float | None, runs: Sequence[Run] = ()
-) -> None:
+) -> Streamed:
     """
-    Run *sender*, whose answer is of *runs* if there are any, within *timeout* seconds.
+    Run *sender*, whose answer is of *runs* if there are any, within *timeout* seconds; return that it was sent.
 
     The error of an answer that has begun becomes its last event. Raises any other one, but none for a client that has
     left.
@@ -86,6 +87,7 @@ async def send_stream(
         if not sender.begun:
             raise failure from None
         await _fail_stream(sender, record, stream_error(record, failure))
+    return STREAMED
 
 
 async def _fail_stream(sender: StreamSender, record: RequestRecord, error: ServiceError) -> None:
@@ -155,6 +157,6 @@ class Executor:
                 cut_short = cut_short or record.client_left
                 reserved.close(tokens_charged(record, served=served, cut_short=cut_short))
             self.draining.leave(task)
-            record.ended = time.monotonic()
+            record.end(time.monotonic())
             self.observer.ended(record)
             record.release()

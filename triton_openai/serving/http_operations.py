@@ -122,8 +122,8 @@ class HttpOperations:
             )
             reply = await run(service, call)
             if reply is STREAMED:
-                assert output.response is not None, "the operation has sent its stream"
-                return output.response
+                assert output.sent is not None, "the operation has sent its stream"
+                return output.sent.response
             if isinstance(reply, Whole):
                 headers = {"Content-Type": reply.media_type, **reply.headers}
                 return WholeResponse(status=reply.status, body=reply.body, headers=headers)

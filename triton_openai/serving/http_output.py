@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from time import monotonic
+from typing import NamedTuple, Protocol
 
 from aiohttp import HttpVersion11, web
 
@@ -251,9 +252,23 @@ class EventStream:
         return self._heartbeat
 
 
+class HasResponse(Protocol):
+    """A stream that was sent as a response."""
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """The response, once the stream has ended."""
+
+
+class _EventsFromStore(NamedTuple):
+    """A stream of events that were made before, or elsewhere."""
+
+    response: web.StreamResponse
+
+
 class HttpOutput:
     """
-    Sends the streams of one call as the response to *request*, and keeps it as :attr:`response`.
+    Sends the streams of one call as the response to *request*.
 
     *heartbeat* is the longest silence in seconds; *comment* keeps a connection open, and *error_event* renders the last
     event of parts that failed.
@@ -269,8 +284,8 @@ class HttpOutput:
         comment: bytes,
         error_event: Callable[[ServiceError], bytes],
     ) -> None:
-        #: Set once a stream was sent.
-        self.response: web.StreamResponse | None = None
+        #: The stream that was sent.
+        self.sent: HasResponse | None = None
         self._request = request
         self._record = record
         self._draining = draining
@@ -279,7 +294,9 @@ class HttpOutput:
         self._error_event = error_event
 
     def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
-        return self._send(EventStream(self._request, runs, renderer, heartbeat=self._heartbeat), timeout, runs)
+        stream = EventStream(self._request, runs, renderer, heartbeat=self._heartbeat)
+        self.sent = stream
+        return send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
 
     def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
@@ -288,13 +305,15 @@ class HttpOutput:
         if media_type is None:
             parts = _with_comments(parts, self._heartbeat, self._comment)
             error_event = self._error_event
-        return self._send(_PartStream(self._request, parts, media_type, error_event), timeout)
+        stream = _PartStream(self._request, parts, media_type, error_event)
+        self.sent = stream
+        return send_stream(stream, self._record, self._draining, timeout=timeout)
 
     async def send_events(
         self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
     ) -> Streamed:
         response = web.StreamResponse(headers=_HEADERS)
-        self.response = response
+        self.sent = _EventsFromStore(response)
         await response.prepare(self._request)
         while True:
             try:
@@ -309,14 +328,6 @@ class HttpOutput:
                     raise
                 stop(reason)
         await response.write_eof()
-        return STREAMED
-
-    async def _send(
-        self, sender: EventStream | _PartStream, timeout: float | None, runs: Sequence[Run] = ()
-    ) -> Streamed:
-        """Run *sender*, whose answer is of *runs* if there are any, and keep its response."""
-        await send_stream(sender, self._record, self._draining, timeout=timeout, runs=runs)
-        self.response = sender.response
         return STREAMED
 
 

@@ -75,7 +75,9 @@ def _middleware(app: web.Application) -> Middleware:
             # Load balancers ask for the health by names of their own.
             if group != "health" and authorizer.is_open(group):
                 guard.check(request)
-            response: web.StreamResponse | None = cors.preflight(request)
+            response: web.StreamResponse | None = None
+            if cors.enabled:
+                response = cors.preflight(request)
             if response is None:
                 counted = group in COUNTED and request.method == "POST"
                 entered = await authorizer.enter(request.headers, group, record, counted=counted)
@@ -151,7 +153,8 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
             token = request.headers.get("x-session-token", "")
             if token and token.isascii() and token.isprintable():
                 headers["x-session-token"] = token
-        cors.add_headers(request, response)
+        if cors.enabled:
+            cors.add_headers(request, response)
 
     return add
 

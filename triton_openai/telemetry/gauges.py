@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from triton_openai import __version__
 from triton_openai.generation import EngineLoad
-from triton_openai.telemetry.instruments import Instrument
+from triton_openai.telemetry.instruments import Instrument, instruments_in
 
 BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
 WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")
@@ -54,12 +54,8 @@ BATCH_NEEDED = Instrument(
     "do not count.",
 )  # fmt: skip
 FILES_BYTES = Instrument("triton_openai_files_bytes", (), "Bytes of the files that are kept, uploads included.")
-OF_BATCHES = (BATCHES, BATCH_LAG, BATCH_NEEDED, FILES_BYTES)
-OF_ENGINES = (ENGINE_REQUESTS, ENGINE_CACHE)
-SCRAPED = (
-    *(BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP),
-    *(*OF_ENGINES, *OF_BATCHES),
-)
+#: All of the above.
+SCRAPED = instruments_in(vars())
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):

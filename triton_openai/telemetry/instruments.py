@@ -8,7 +8,7 @@ Prometheus's spelling and with the conventions' buckets. Metrics that the conven
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -61,6 +61,11 @@ class Instrument(msgspec.Struct, frozen=True, eq=False):
         if self.buckets:
             return [*map(floatToGoString, self.buckets), "+Inf"]
         return []
+
+
+def instruments_in(module: Mapping[str, object]) -> Sequence[Instrument]:
+    """Return the instruments among the names of a *module*, in their order."""
+    return [value for value in module.values() if isinstance(value, Instrument)]
 
 
 REQUESTS = Instrument(
@@ -229,4 +234,4 @@ BATCH_QUARANTINED = Instrument(
     "Lines of batches that wait to run alone because they ran when a process or Triton ended.",
 )  # fmt: skip
 #: All of the above.
-INSTRUMENTS: Sequence[Instrument] = [value for value in tuple(vars().values()) if isinstance(value, Instrument)]
+INSTRUMENTS = instruments_in(vars())

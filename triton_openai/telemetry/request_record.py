@@ -162,7 +162,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     operation: str | None = None
     #: The name that the client used, set once it is known to be served.
     model: str | None = None
-    #: The adapter of the model behind that name.
+    #: The model in Triton behind that name, and its adapter.
+    triton_model: str | None = None
     adapter: str | None = None
     stream: bool = False
     #: How many answers a prompt has.
@@ -205,7 +206,12 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     #: May be set after the status was sent.
     error: ServiceError | None = None
     client_left: bool = False
+    # The end
     ended: float | None = None
+    #: Seconds from the request's head to its end.
+    duration: float = 0.0
+    #: Seconds to the backend's first token; ``None`` when none came.
+    time_to_first_token: float | None = None
     #: The memory for its media, which is given back at the end.
     memory: ReservedMemory | None = None
 
@@ -214,10 +220,13 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         self.call_tracer = CallTracer({"x-request-id": self.request_id})
         self.log_fields = {"request_id": self.request_id}
 
-    def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
+    def identify(
+        self, operation: str, *, model: str, adapter: str, triton_model: str | None = None, stream: bool = False
+    ) -> None:
         """Set the operation, and the model and the adapter that answer it."""
         self.operation = operation
         self.model = model
+        self.triton_model = triton_model
         self.adapter = adapter
         self.stream = stream
 
@@ -226,6 +235,17 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         stage = Stage(name, time.monotonic())
         self.stages.append(stage)
         return stage
+
+    def end(self, now: float) -> None:
+        """Set what follows from the end, which is *now*."""
+        self.ended = now
+        self.duration = now - self.began
+        for answer in self.answers:
+            if answer.first is None:
+                continue
+            seconds = answer.first - self.began
+            if self.time_to_first_token is None or seconds < self.time_to_first_token:
+                self.time_to_first_token = seconds
 
     def release(self) -> None:
         """
@@ -248,22 +268,6 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         """Give back the memory for its media."""
         if self.memory is not None:
             self.memory.shrink(0)
-
-    @property
-    def duration(self) -> float:
-        """Seconds from the request's head to its end, or to now."""
-        return (time.monotonic() if self.ended is None else self.ended) - self.began
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds to the backend's first token; ``None`` when none came."""
-        first: float | None = None
-        for answer in self.answers:
-            if answer.first is not None and (first is None or answer.first < first):
-                first = answer.first
-        if first is None:
-            return None
-        return first - self.began
 
     @property
     def usage(self) -> Usage | None:

@@ -61,6 +61,8 @@ class ConnectionSettings:
             raise ConfigurationError("--triton-key needs --triton-certificate.")
         self._fixed = tuple(_parse(text, number) for number, text in enumerate(access.headers, 1))
         self._token: FromFiles[tuple[Header, ...]] | None = None
+        #: Whether the headers follow from a file, and may change.
+        self.headers_change = access.token_file is not None
         path = access.token_file
         if path is not None:
             token_file = path

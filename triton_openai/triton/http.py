@@ -142,6 +142,8 @@ class HttpClient:
         # The headers of the settings, and their lines in a request, rebuilt when they change.
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
+        if not settings.headers_change:
+            self._read_headers()
 
     async def _call(
         self, message: bytes, *, model: str = "", limited: bool = True, max_size: int = MAX_CONTROL_BYTES
@@ -233,15 +235,19 @@ class HttpClient:
         fixed: str = "",
     ) -> bytes:
         """Return the bytes of a request with *fixed* header lines, the settings' and its own *headers*."""
-        settings = self._settings.headers()
-        if settings is not self._headers:
-            self._headers = settings
-            self._header_lines = "".join([f"{name}: {value}\r\n" for name, value in settings])
+        if self._settings.headers_change:
+            self._read_headers()
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._header_lines}"
         for name, value in headers.items():
             head += f"{name}: {value}\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         return head.encode("ascii") + body
+
+    def _read_headers(self) -> None:
+        headers = self._settings.headers()
+        if headers is not self._headers:
+            self._headers = headers
+            self._header_lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
 
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""

@@ -53,6 +53,8 @@ class Leasing:
     The choice among *members*, by their names, and what is known of their failures.
 
     After each change of the members or their targets, :meth:`update` must be called.
+
+    It has more than 20 methods, most of a few lines: the choice, a lease and its end work on the same pools.
     """
 
     def __init__(self, settings: TritonSettings, members: Mapping[str, Member], metrics: FleetMetrics) -> None:

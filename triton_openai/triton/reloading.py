@@ -9,7 +9,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailable
@@ -18,30 +21,59 @@ from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailabl
 _RETRY_SECONDS = 2.0
 
 
-def lock_of(model: str) -> Path:
-    """Return the file that is locked while the Triton model *model* is loaded again."""
+# Linux's ``struct flock``: type, whence, start, length (0: the whole file) and process (0: the lock is a descriptor's).
+_FLOCK = struct.Struct("hhqqi4x")
+_WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+@contextmanager
+def reload_lock(model: str) -> Iterator[bool]:
+    """
+    Lock the Triton model *model* while it is loaded again. Yields false if another process of this machine has done so.
+
+    Raises ``OSError`` if the file of the lock cannot be opened.
+    """
+    descriptor = os.open(_lock_file(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            # A lock of the descriptor, not of the process: it also excludes other calls in this process.
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WRITE_LOCK)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(model: str) -> bool:
+    """Return whether *model* is locked. Takes no lock itself: that could keep the model from being loaded again."""
+    try:
+        descriptor = os.open(_lock_file(model), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WRITE_LOCK)
+    finally:
+        os.close(descriptor)
+    kind, *_ = _FLOCK.unpack(answer)
+    return bool(kind != fcntl.F_UNLCK)
+
+
+def _lock_file(model: str) -> Path:
     digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"triton-openai-{os.getuid()}-{digest}.lock"
 
 
 def reloading_error(model: str, name: str) -> UpstreamUnavailable | None:
     """Return the error for a request to *model*, called *name*, ``None`` unless the model is being loaded again."""
-    try:
-        descriptor = os.open(lock_of(model), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    if not _is_locked(model):
         return None
-    try:
-        # Shared: two processes that look at the same time do not hinder each other.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return UpstreamUnavailable(
-            f"The process of the model '{name}' has died, and the model is being loaded again.",
-            param="model",
-            retry_after=_RETRY_SECONDS,
-        )
-    finally:
-        os.close(descriptor)
-    return None
+    return UpstreamUnavailable(
+        f"The process of the model '{name}' has died, and the model is being loaded again.",
+        param="model",
+        retry_after=_RETRY_SECONDS,
+    )
 
 
 def unknown_model_error(model: str, *, detail: str | None = None) -> ServiceError:

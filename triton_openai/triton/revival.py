@@ -8,17 +8,13 @@ again if it is asked to, where its model control is explicit (seen with release 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import structlog
 
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import spawn
 from triton_openai.triton.client import TritonClient
-from triton_openai.triton.reloading import lock_of
+from triton_openai.triton.reloading import reload_lock
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +38,7 @@ class Revivals:
 
     async def _load(self, client: TritonClient, model: str) -> None:
         try:
-            with _alone(model) as first:
+            with reload_lock(model) as first:
                 if not first:
                     return
                 _log.error("a model's process has died: Triton is asked to load the model again", model=model)
@@ -63,18 +59,3 @@ class Revivals:
         """Stop waiting for Triton."""
         for task in self._tasks:
             task.cancel()
-
-
-@contextmanager
-def _alone(model: str) -> Iterator[bool]:
-    """Yield whether no other process of this machine and user has *model* loaded again at the moment."""
-    descriptor = os.open(lock_of(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)

@@ -46,7 +46,7 @@ def test_time_limits() -> None:
 )
 def test_what_fits_behind_a_prompt_of_five_tokens(limit: TokenLimit, room: int | None, expected: int | str) -> None:
     """An open answer is cut to the room that there is; another is refused, as is a prompt that leaves no room."""
-    assert room == limit.room_for_prompt
+    assert room == limit.room_for_prompt()
     if isinstance(expected, int):
         assert expected == limit.max_tokens_for(5)
     else:
@@ -61,3 +61,12 @@ def test_where_a_backend_ends_an_answer() -> None:
 
     assert [8, 6, 8] == [limit.effective(8, prompt) for prompt in (None, 7, 2)]
     assert 8 == TokenLimit(tokens=9).effective(8, 100)
+
+
+@every_case("tokens", [14, 15, 10**9])
+def test_an_answer_that_leaves_no_room_for_a_prompt(tokens: int) -> None:
+    """The error is about what the client asked of the answer."""
+    limit = TokenLimit(tokens=tokens, context=14, param="max_completion_tokens")
+    with pytest.raises(ContextLengthExceeded) as caught:
+        limit.room_for_prompt()
+    assert "max_completion_tokens" == caught.value.param

@@ -18,9 +18,10 @@ from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from triton_openai import app
-from triton_openai.api import routes, service
+from triton_openai.api import media_limits, routes
 from triton_openai.api.bodies import FileField, FormRequest, whole
-from triton_openai.api.service import Service, Upload, begin, form_of, receiving_audio
+from triton_openai.api.media_limits import Upload, form_of, receiving_audio
+from triton_openai.api.service import Service, begin
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
@@ -103,7 +104,7 @@ async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patien
         ),
         Operation(count, ("POST /v1/count",), "count", "inference", answer=Heard, reads=BodyKind.FORM),
     )
-    monkeypatch.setattr(service, "_FIELDS", FIELDS)
+    monkeypatch.setattr(media_limits, "_FIELDS", FIELDS)
     monkeypatch.setattr(app, "OPERATIONS", (*routes.OPERATIONS, *more))
     monkeypatch.setattr(routes, "OPERATIONS", (*routes.OPERATIONS, *more))
     routes._schemas.cache_clear()

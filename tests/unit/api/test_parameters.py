@@ -24,9 +24,9 @@ from triton_openai.api.bodies import ModelRequest, parse_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
+from triton_openai.api.guides import guide_of
 from triton_openai.api.parameters import (
     check_unused,
-    guide_of,
     neutral_values,
     priority,
     prompt_scoring,

@@ -24,6 +24,7 @@ from triton_openai.jobs import (
 )
 from triton_openai.models.served import ServedModel
 from triton_openai.serving.admission import Admission
+from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.tensors import JsonResponse, ModelConfig
@@ -77,7 +78,7 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
         lazy_prompter=prompter,
         text_level=None if text_level is None else adapters[1],
     )
-    admission = Admission(ServerSettings(), lambda: 0.0)
+    admission = Admission(ServerSettings(), LoopLag(lambda _: None))
     settings: Any = SimpleNamespace(server=ServerSettings())
     client: Any = Client()
     fleet = Fleet(TritonSettings(), connect=lambda _: client)

@@ -203,8 +203,8 @@ class Served:
         )
         try:
             await self.answer(output)
-            assert output.response is not None
-            return output.response
+            assert output.sent is not None
+            return output.sent.response
         except UpstreamError as error:
             return web.Response(status=error.status)
         finally:

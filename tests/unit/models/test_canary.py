@@ -150,6 +150,7 @@ async def test_ways_to_fall_silent() -> None:
         for _ in range(FAILURES):
             record = RequestRecord(request_id="r", method="POST", path="/", operation="chat", model="m", error=error)
             record.answers = [answer]
+            record.end(2.0)
             canary.ended(record)
         assert shown == ("m" in canary.not_answering)
         await canary.close()
@@ -187,7 +188,7 @@ async def test_clients_that_waited_in_vain() -> None:
             record.identify("chat", model="m", adapter="a")
             record.answers = [Mock(first=first)]
             record.client_left = True
-            record.ended = record.began + after
+            record.end(record.began + after)
             return record
 
         for record in (left(after=29), left(after=29), left(after=29), left(after=31), left(after=31)):

@@ -173,10 +173,10 @@ async def test_an_engine_without_a_tokenizer_that_works() -> None:
     """The model's own adapter answers for it: without a tokenizer, and with one that is another model's."""
     models, prompter = Models(Settings(), Mock()), Mock(tokenizer=None)
     models.fleet.snapshot = Snapshot()
-    engine = Mock(capabilities=Capabilities(tokens=True, tokenizer_has=("<|startoftranscript|>",)))
+    engine = Mock(jobs=(), capabilities=Capabilities(tokens=True, tokenizer_has=("<|startoftranscript|>",)))
     model = ServedModel(
         name="m", triton_model="m", adapter=engine, reason="", settings=ModelSettings(),
-        lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),
+        lazy_prompter=Mock(get=AsyncMock(return_value=prompter)), text_level=(own := Mock(jobs=())),
     )  # fmt: skip
     models.served = {"m": model}
 
@@ -195,7 +195,7 @@ async def test_a_tokenizer_that_does_not_load(common: bool, answers: str) -> Non
     models = Models(Settings(), Mock())
     models.fleet.snapshot = Snapshot()
     prompter = Mock(resolved=None, get=AsyncMock(side_effect=ConfigurationError("It cannot be loaded.")))
-    adapters = {"engine": Mock(), "own": Mock()}
+    adapters = {"engine": Mock(jobs=()), "own": Mock(jobs=())}
     model = ServedModel(
         name="m", triton_model="m", adapter=adapters["engine"], reason="", settings=ModelSettings(),
         lazy_prompter=prompter, text_level=adapters["own"], common_tokenizer=common,

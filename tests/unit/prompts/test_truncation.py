@@ -236,6 +236,7 @@ def test_minus_one_is_the_room_that_there_is() -> None:
     """Without a known context length it is nothing that could be meant."""
     assert Truncation(tokens=7) == Truncation(tokens=-1).within(7)
     assert Truncation(tokens=0) == Truncation(tokens=-1).within(-2)
+    assert Truncation(tokens=7, param="max_tokens") == Truncation(tokens=-1).within(7, "max_tokens")
     assert Truncation(tokens=3) == Truncation(tokens=3).within(None)
     with pytest.raises(InvalidRequest):
         Truncation(tokens=-1).within(None)

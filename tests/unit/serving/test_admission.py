@@ -39,7 +39,9 @@ class Seen(Observer):
 
 def gate(*, lag: float = 0.0, observer: Observer | None = None, **limits: int | float) -> Admission:
     """Return a gate with these limits."""
-    return Admission(ServerSettings(**limits), lambda: lag, observer=observer)  # type: ignore[arg-type]
+    measured = LoopLag(lambda _: None)
+    measured.sustained = lag
+    return Admission(ServerSettings(**limits), measured, observer=observer)  # type: ignore[arg-type]
 
 
 def observation(batch: str | None = None) -> RequestRecord:
@@ -138,7 +140,7 @@ async def test_requests_wait_for_a_triton_with_room() -> None:
     """Several Tritons run so many of a model together; when one more has it, further ones go in."""
     capacity = {"a": 2, "b": 1}
     limits = ServerSettings(max_running_requests=5, max_running_requests_per_endpoint=1)
-    admission = Admission(limits, lambda: 0.0, capacity=capacity.__getitem__)
+    admission = Admission(limits, LoopLag(lambda _: None), capacity=capacity.__getitem__)
     visitors = [Visitor(admission, model) for model in ("a", "a", "a", "a", "b")]
     await settled()
     assert [0, 1, 4] == inside(visitors)
@@ -319,7 +321,9 @@ async def test_workers_divide_the_limits(total: int, per_model: int, queued: int
     limits = ServerSettings(
         max_running_requests=total, max_running_requests_per_model=per_model, max_queued_requests=queued
     )
-    workers = [Admission(limits, lambda: 0.0, worker=Worker(index=index, count=count)) for index in range(count)]
+    workers = [
+        Admission(limits, LoopLag(lambda _: None), worker=Worker(index=index, count=count)) for index in range(count)
+    ]
     visitors = [Visitor(each) for each in workers for _ in range(45)]
     await settled()
     running = [len(each.running["m"]) for each in workers]

@@ -17,8 +17,10 @@ from triton_openai.telemetry.request_record import RequestRecord
 
 def observed(method: str = "POST", **fields: Any) -> RequestRecord:
     """Return a request that took a little over a tenth of a second."""
-    fields = {"request_id": "1", "path": "/x", "began": 100.0, "ended": 100.12346, "status": 200, **fields}
-    return RequestRecord(method=method, **fields)
+    fields = {"request_id": "1", "path": "/x", "began": 100.0, "status": 200, **fields}
+    record = RequestRecord(method=method, **fields)
+    record.end(100.12346)
+    return record
 
 
 @every_case(

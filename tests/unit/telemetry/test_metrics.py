@@ -54,12 +54,13 @@ def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **
     observation = RequestRecord(request_id="r", method="POST", path="/v1/chat/completions")
     observation.began = 0.0
     metrics.started(observation)
-    observation.identify(operation, model=fields.pop("model", "m"), adapter="a")
+    observation.identify(operation, model=fields.pop("model", "m"), adapter="a", triton_model="m")
     metrics.identified(observation)
     observation.answers = answers
-    observation.status, observation.ended = 200, 2.0
+    observation.status = 200
     for name, value in fields.items():
         setattr(observation, name, value)
+    observation.end(2.0)
     metrics.ended(observation)
     return observation
 
@@ -289,7 +290,8 @@ def test_labels_are_bounded(metrics: Metrics) -> None:
     for number in range(10_000):
         observation = RequestRecord(request_id=str(number), method="POST", path=f"/v1/{number}")
         metrics.started(observation)
-        observation.status, observation.error, observation.ended = 404, ModelNotFound(f"model-{number}"), 1.0
+        observation.status, observation.error = 404, ModelNotFound(f"model-{number}")
+        observation.end(1.0)
         metrics.ended(observation)
     found = shown(metrics)
 

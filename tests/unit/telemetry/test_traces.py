@@ -30,13 +30,7 @@ from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest
-from triton_openai.api.parameters import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    NamedSchema,
-    StructuralTagFormat,
-    TextFormat,
-)
+from triton_openai.api.guides import JsonObjectFormat, JsonSchemaFormat, NamedSchema, StructuralTagFormat, TextFormat
 from triton_openai.app import create_app
 from triton_openai.config.tree import ServerSettings, Settings, TracesSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamError
@@ -91,7 +85,7 @@ class Recorder:
         """End it, and return its spans by their names."""
         for name, value in {"status": 200, **fields}.items():
             setattr(observation, name, value)
-        observation.ended = time.monotonic()
+        observation.end(time.monotonic())
         self.tracing.ended(observation)
         # What cannot be encoded would take its whole batch with it.
         encode_spans(self.exporter.get_finished_spans()).SerializeToString()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+
+import pytest
 
 from tests.cases import every_case
 from tests.clock import Clock, turns
@@ -15,6 +18,7 @@ from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, Trit
 from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.reloading import reload_lock, reloading_error
 from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify
 from triton_openai.triton.tensors import InferRequest, Tensor
@@ -177,3 +181,22 @@ async def test_a_model_that_cannot_be_loaded_again() -> None:
         triton.may_end.set()
         await turns()
         assert isinstance(await carried(), ModelNotFound)
+
+
+async def test_a_look_at_the_lock_does_not_keep_the_model_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that looks whether the model is being loaded again does not make the process that loads it give up."""
+    close = os.close
+    first: list[bool] = []
+
+    def load_meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "close", close)
+        with reload_lock(MODEL) as locked:
+            first.append(locked)
+        close(descriptor)
+
+    with reload_lock(MODEL) as locked:
+        assert locked
+        assert reloading_error(MODEL, MODEL) is not None
+    monkeypatch.setattr(os, "close", load_meanwhile)
+    assert reloading_error(MODEL, MODEL) is None
+    assert [True] == first

@@ -15,8 +15,8 @@ import msgspec
 
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.conversation import ChatOptions, Conversation
+from triton_openai.api.guides import JsonSchemaFormat, NamedSchema
 from triton_openai.api.messages import types
-from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import ANY_TOOL, ChosenTool, DeclaredTool, ToolSelection, plan_tools
 from triton_openai.errors import UnsupportedParameter, missing, printable
 from triton_openai.media import text_files as files
@@ -34,7 +34,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
-    "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs.thinking_budget": "thinking.budget_tokens",
 }
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api.bodies import new_id, now
+from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.realtime.events import (
     ClientEvent,
     DetectionSettings,
@@ -32,11 +33,7 @@ from triton_openai.api.realtime.events import (
 from triton_openai.api.realtime.input_audio import InputAudio
 from triton_openai.api.realtime.turn_runner import Turns
 from triton_openai.api.realtime.turns import job_of
-from triton_openai.api.service import (
-    Service,
-    job_not_taken_error,
-    media_reservation,
-)
+from triton_openai.api.service import Service, job_not_taken_error
 from triton_openai.jobs import TranscriptionJob
 from triton_openai.media.audio import require_audio
 from triton_openai.media.pcm import SAMPLE_SIZE

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from triton_openai.access.authorizer import Entered
+from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.realtime.events import TranscriptionSettings, error_body, server_event
 from triton_openai.api.realtime.input_audio import InputAudio
 from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of, recognition_of
-from triton_openai.api.service import Service, begin, counting_audio
+from triton_openai.api.service import Service, begin
 from triton_openai.errors import ServiceError, ServiceOverloaded
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, NoStream, Operation

@@ -21,8 +21,9 @@ from triton_openai.answer.live_transcription import LiveTranscription, do_nothin
 from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import ModelRequest, new_id
+from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.realtime.events import TranscriptionSettings
-from triton_openai.api.service import RequestContext, media_reservation
+from triton_openai.api.service import RequestContext
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.jobs import TranscriptionJob
 from triton_openai.languages import code_of

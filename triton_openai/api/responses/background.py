@@ -16,9 +16,10 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
+from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.request_reader import ParsedRequest
-from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.api.responses.stored import StoredResponse
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import event_count, without_events
@@ -58,7 +59,8 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
         else:
             whose = "Too many responses of this key"
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
-    context.service.admission.check(context.model.triton_model)
+    # It may wait, but is not refused.
+    context.service.admission.has_room(context.model.triton_model)
     return msgspec.structs.replace(
         context.record,
         **{"request": None, "memory": None, "stages": [], "unknown_fields": ()},

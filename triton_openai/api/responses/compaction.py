@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from secrets import token_hex
 
 import msgspec
+import structlog
 
-from triton_openai import errors
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.agents import seal, seals_all
+from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import ChatOptions, Conversation, prepare_chat, prompt_of
 from triton_openai.api.responses.objects import Item, OutputCompaction
 from triton_openai.api.responses.request_reader import ParsedRequest, summary_text
@@ -22,6 +23,8 @@ from triton_openai.api.tools import NO_TOOLS
 from triton_openai.generation import tokens_in
 from triton_openai.parsers.events import Content
 from triton_openai.prompts.messages import AssistantMessage, DeveloperMessage, SystemMessage, UserMessage
+
+_log = structlog.get_logger(__name__)
 
 #: What the model is asked for.
 SUMMARIZE = (
@@ -44,11 +47,6 @@ def summary_limit(context_length: int | None) -> int:
     return min(_SUMMARY_TOKENS, max(1, context_length // 4))
 
 
-def no_summary_error(limit: int) -> errors.UpstreamError:
-    """Return the error for a model that wrote no summary of at most *limit* tokens."""
-    return errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
-
-
 def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, Item]]:
     """Return *items*, each with its path, from the last summary of all before it on, and the instructions before it."""
     for index in range(len(items) - 1, 0, -1):
@@ -64,10 +62,11 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
     Compact the conversation of *request* if it has more tokens than its ``context_management`` allows.
 
     The answer then goes on from the instructions, a summary and the user's last message. The summary and what it took
-    are kept in *request*, also for another attempt. Raises :class:`ServiceError`.
+    are kept in *request*, also for another attempt. If the model writes no summary, the conversation stays as it is,
+    and the header of ignored options names ``context_management``. Raises :class:`ServiceError`.
     """
     threshold = _threshold(context, request)
-    if threshold is None or request.compaction is not None:
+    if threshold is None or request.summarized:
         return
     conversation = context.body
     if await _count(context) <= threshold:
@@ -89,10 +88,14 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
     (parser,) = prepared.parsers
     events = [*parser.feed(answer.text), *parser.flush(cut=answer.run.progress.cut)]
     summary = "".join([event.text for event in events if isinstance(event, Content)])
-    if not summary:
-        raise no_summary_error(limit)
-    request.compaction = OutputCompaction(encrypted_content=seal(summary, summarizes_all=True))
     request.summarized = [answer.run.progress]
+    if not summary:
+        report_ignored(context.record, ["context_management"])
+        _log.warning(
+            "a conversation is not compacted: the model wrote no summary", model=context.model.name, tokens=limit
+        )
+        return
+    request.compaction = OutputCompaction(encrypted_content=seal(summary, summarizes_all=True))
     _replace_by(summary, conversation)
 
 

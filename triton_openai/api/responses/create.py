@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -16,9 +15,10 @@ from triton_openai.api import agents
 from triton_openai.api.bodies import check_texts, now, report_ignored, whole
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
-from triton_openai.api.responses.compaction import SUMMARIZE, after_compaction, no_summary_error, summary_limit
+from triton_openai.api.responses.compaction import SUMMARIZE, after_compaction, summary_limit
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
+from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.items import InputResolver, input_items, too_long
 from triton_openai.api.responses.objects import (
     CompactedResponse,
@@ -30,7 +30,7 @@ from triton_openai.api.responses.objects import (
     ResponsesRequest,
 )
 from triton_openai.api.responses.request_reader import ParsedRequest, read
-from triton_openai.api.responses.response_events import ResponseEvents, response_event, terminal_events
+from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.api.responses.stored import RecentLane, StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.api.sse import JSON_LINES, SERVER_SENT
@@ -261,7 +261,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             stack.callback(record.free_memory)
             # Its events are stored as they come, whether or not its client asks for a stream.
             limits = msgspec.structs.replace(context.limits, times_tokens=True)
-            own = replace(context, record=record, limits=limits)
+            own = msgspec.structs.replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
             # The summary of a conversation that is compacted is work of the model.
@@ -307,7 +307,7 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
         if isinstance(output, OutputMessage):
             summary += "".join([part.text for part in output.content])
     if not summary or response.usage is None:
-        raise no_summary_error(limit)
+        raise errors.NoSummary(context.model.name, limit)
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
     kept = [item for item in [*request.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}

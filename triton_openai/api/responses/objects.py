@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from triton_openai.api import parameters
+from triton_openai.api import guides, parameters
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
 from triton_openai.api.paging import Page
@@ -33,7 +33,7 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 class TextOptions(msgspec.Struct):
     """The form of the text. ``verbosity`` has no influence: no backend supports it. The response says ``medium``."""
 
-    format: parameters.TextFormat | parameters.JsonObjectFormat | SchemaFormat | None = None
+    format: guides.TextFormat | guides.JsonObjectFormat | SchemaFormat | None = None
     verbosity: parameters.Verbosity | None = None
 
 

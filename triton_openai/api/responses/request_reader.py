@@ -14,7 +14,7 @@ import msgspec
 from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import MAX_MESSAGES, explain
 from triton_openai.api.conversation import ChatOptions, Conversation
-from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
+from triton_openai.api.guides import JsonSchemaFormat, NamedSchema, ResponseFormat
 from triton_openai.api.responses.objects import (
     SHARED_OPTIONS,
     Item,
@@ -334,7 +334,12 @@ _ROLES: Mapping[str, type[messages.UserMessage | messages.SystemMessage | messag
     "user": messages.UserMessage, "system": messages.SystemMessage, "developer": messages.DeveloperMessage,
 }  # fmt: skip
 # The names of options that chat completions call otherwise.
-_NAMES = {"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "thinking_budget": "reasoning.max_tokens",
+}
 
 
 class _Options(ChatOptions, kw_only=True):

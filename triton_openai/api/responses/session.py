@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import closing
 from time import monotonic
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ from triton_openai.api.responses.stored import RecentResponses
 from triton_openai.api.service import Service
 from triton_openai.draining import Draining
 from triton_openai.generation import Delta
-from triton_openai.operations import STREAMED, Call, NoStream, Opening, Renderer, Send, Streamed
+from triton_openai.operations import Call, NoStream, Opening, Renderer, Send, Streamed
 from triton_openai.serving.execution import send_stream
 from triton_openai.serving.session import CallSession
 from triton_openai.telemetry.request_record import RequestRecord
@@ -236,10 +236,9 @@ class _FrameOutput(NoStream):
         for event in events.splitlines():
             await self._send(event)
 
-    async def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Streamed:
+    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         stream = _FrameStream(runs, renderer, self.send, self._heartbeat)
-        await send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
-        return STREAMED
+        return send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
 
 
 class _FrameStream:

@@ -18,8 +18,8 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from triton_openai.api.responses import stored
 from triton_openai.api.responses.background import ResumedEvents
 from triton_openai.api.responses.event_log import EVENTS, EventLog
+from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.objects import ResponseObject
-from triton_openai.api.responses.response_events import response_event
 from triton_openai.api.responses.stored import ResponseStore, StoredResponse
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings

@@ -130,14 +130,30 @@ async def test_a_default_threshold(faces: Faces) -> None:
     assert ["compaction", "message"] == [item["type"] for item in response["output"]]
 
 
-async def test_a_model_that_writes_no_summary(faces: Faces) -> None:
-    """It is an error, and no conversation without its history."""
-    items = [*history(500)[:-1], {"role": "user", "content": steered("", text="")}]
-    body = {"model": MODEL, "input": items, "store": False, "context_management": EDITS}
-    answer = await faces.post("/v1/responses", body)
+@every_case("stream", [False, True])
+async def test_a_model_that_writes_no_summary(faces: Faces, stream: bool) -> None:
+    """The answer goes on from the whole conversation, and a header says that it was not compacted."""
+    faces.triton.asked.clear()
+    items = [*history(500)[:-1], {"role": "user", "content": steered("Last question.", text="")}]
+    answer, response = await ask(faces, items, context_management=EDITS, stream=stream)
+    _, continued = prompts(faces)
 
-    assert 502 == answer.status
-    assert "summary" in answer.json["error"]["message"]
+    assert "word word" in continued
+    assert "Summarize" not in continued
+    assert "compaction" not in [item["type"] for item in response["output"]]
+    assert "context_management" == answer.headers["x-triton-openai-ignored"]
+    # What the attempt took is charged.
+    assert response["usage"]["input_tokens"] > 500
+
+
+async def test_a_compaction_without_a_summary(faces: Faces) -> None:
+    """A request for a compaction alone says why there is none; another try would have the same result."""
+    items = [*history(500)[:-1], {"role": "user", "content": steered("", text="")}]
+    answer = await faces.post("/v1/responses/compact", {"model": MODEL, "input": items})
+
+    assert (422, "false") == (answer.status, answer.headers["x-should-retry"])
+    assert ("no_summary", "input") == (answer.json["error"]["code"], answer.json["error"]["param"])
+    assert "wrote no summary" in answer.json["error"]["message"]
 
 
 @every_case("edits", [[{"type": "other"}], [{"type": "compaction", "compact_threshold": 0}], EDITS * 2])
