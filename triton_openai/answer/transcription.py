@@ -1,10 +1,9 @@
 """
 Transcribes a recording in chunks, whose texts come in order.
 
-Where times are asked for and the model's answers have them, a window follows the other: each begins where the model
-says. Otherwise a few chunks are sent to Triton at the same time. No chunk is decoded long before Triton gets it, so a
-recording needs no more memory than the chunks in flight. When the client leaves, these still run: no backend cancels
-them.
+Whisper's engine gets one window after the other: each begins where the last answer ends. To other models, a few chunks
+are sent at the same time. No chunk is decoded long before Triton gets it, so a recording needs no more memory than the
+chunks in flight. When the client leaves, these still run: no backend cancels them.
 """
 
 from __future__ import annotations

@@ -340,7 +340,6 @@ async def _transcribed(
     options = TranscriptionOptions(
         job=msgspec.structs.replace(job, language=job.language or recognition.language),
         languages=languages,
-        times=body.response_format in _TIMED,
         words=_wants_words(body),
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
