@@ -2,8 +2,9 @@
 A stand-in for Whisper that hears exactly what the samples say, and the recordings for it.
 
 A word is a stretch of samples with the same value, which no other word has; a pause has zeros. So tests know the words
-of a recording and their places, at a rate that costs next to nothing. It answers as Whisper does, with times. Words that begin in the last seconds of a window are left for the next one, unless there are no
-others, and two times say so. An answer has no end where its tokens are used up.
+of a recording and their places, at a rate that costs next to nothing. It answers as Whisper does, with times. Words
+that begin in the last seconds of a window are left for the next one, unless there are no others, and two times say so.
+An answer has no end where its tokens are used up.
 """
 
 from __future__ import annotations

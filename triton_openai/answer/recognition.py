@@ -161,8 +161,8 @@ class Recognizer:
         """
         Yield windows of *chunks* with what Whisper hears in them. Raises :class:`ServiceError`.
 
-        Each begins where the answer to the last one ended, whatever the client wants: so the text does not depend on the
-        format of the answer.
+        Each begins where the answer to the last one ended, whatever the client wants: so the text does not depend on
+        the format of the answer.
         """
         windows = Windows(chunks, self.recognition.sample_rate, self.recognition.max_seconds)
         short_steps = 0

@@ -26,6 +26,7 @@ from triton_openai.answer.recognition import (
     segments_of,
 )
 from triton_openai.answer.spoken_words import place_words
+from triton_openai.answer.timeline import add_segment, add_words
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError
 from triton_openai.jobs import Segment, SpokenToken, Transcript, Word
@@ -128,9 +129,11 @@ class Transcription:
         """Take over what belongs to the text of *chunk*."""
         self.logprobs += transcript.logprobs
         if self._options.words:
-            self.words += await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
+            words = await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
+            add_words(self.words, words, chunk.start, chunk.end)
         self._recognizer.language = self._recognizer.language or transcript.language
-        self.segments += [moved(segment, chunk.start) for segment in segments_of(transcript, chunk)]
+        for segment in segments_of(transcript, chunk):
+            add_segment(self.segments, moved(segment, chunk.start), chunk.start, chunk.end)
 
 
 class _Asked:
