@@ -441,7 +441,7 @@ def _rendered(
 
 
 def _rounded(seconds: float, duration: float) -> float:
-    """Return *seconds* in whole milliseconds, not behind the end of the audio. Resampled audio can be a little longer."""
+    """Return *seconds* in milliseconds, not behind the end of the audio: resampled audio can be a little longer."""
     return min(round(seconds, 3), duration)
 
 
