@@ -2,9 +2,9 @@
 A stand-in for Whisper that hears exactly what the samples say, and the recordings for it.
 
 A word is a stretch of samples with the same value, which no other word has; a pause has zeros. So tests know the words
-of a recording and their places, at a rate that costs next to nothing. It answers as Whisper does: with times if its
-prompt asks for them. Words that begin in the last seconds of a window are left for the next one, unless there are no
-others, and two times say so. An answer has no end where its tokens are used up.
+of a recording and their places, at a rate that costs next to nothing. It answers as Whisper does, with times. Words
+that begin in the last seconds of a window are left for the next one, unless there are no others, and two times say so.
+An answer has no end where its tokens are used up.
 """
 
 from __future__ import annotations
@@ -88,22 +88,18 @@ class Whisper:
             text = " ".join(word for _, _, word in words_in(samples))
             return [JsonResponse(values={"TRANSCRIPTS": text})]
         prompt = [int(number) for number in values["DECODER_INPUT_IDS"]]
-        ids = self._answer(samples, times=prompt[-1] != _NO_TIMES)[: self._max_tokens]
+        assert _NO_TIMES not in prompt
+        ids = self._answer(samples)[: self._max_tokens]
         ids += [_END] * (self._max_tokens - len(ids))
         return [JsonResponse(values={"OUTPUT_IDS": [*prompt, *ids]})]
 
-    def _answer(self, samples: Samples, *, times: bool) -> list[int]:
+    def _answer(self, samples: Samples) -> list[int]:
         seconds = len(samples) / RATE
         words = words_in(samples)
-        written = words
-        if times:
-            written = [word for word in words if word[0] < seconds - _OPEN_SECONDS] or words
+        written = [word for word in words if word[0] < seconds - _OPEN_SECONDS] or words
         ids = []
         for begin, end, word in written:
-            if times:
-                ids += [_time(begin), WORDS.index(word), _time(end)]
-            else:
-                ids.append(WORDS.index(word))
+            ids += [_time(begin), WORDS.index(word), _time(end)]
         if len(written) < len(words):
             ids.append(ids[-1])
         if seconds > self._max_sound_seconds and words:

@@ -2,12 +2,13 @@
 Asks a recognizer what is spoken in the chunks of one recording, and asks again where its answer cannot be right.
 
 An answer may be cut by the model's limit of tokens, repeat itself, or be invented for audio without speech. Sources of
-the rules: openai/whisper (``transcribe.py``) for temperatures, repetitions and silence.
+the rules: openai/whisper (``transcribe.py``) for windows, temperatures, repetitions and silence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -66,8 +67,6 @@ class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     job: TranscriptionJob
     #: The codes of the languages that it can be in, if the client names some.
     languages: Sequence[str] = ()
-    #: Whether the client wants the times of the parts.
-    times: bool = False
     #: Whether the client wants the times of the words.
     words: bool = False
     #: Whether the text is wanted while the model still writes it.
@@ -90,14 +89,16 @@ class Recognizer:
         self._options = options
         self._whisper: WhisperTokens | None = None
         self._detector: Detector | None = None
+        # The network has a state: two threads that use it at the same time end the process.
+        self._detector_lock = threading.Lock()
         # Whether somebody says the same again and again: less audio was asked for, and its answer repeats itself too.
         self._speaker_repeats = False
         self._number = 0
 
     @property
     def gives_times(self) -> bool:
-        """Whether its answers say where the next window begins."""
-        return self._whisper is not None and self._options.times
+        """Whether its answers say where the next window begins, as those in Whisper's tokens do."""
+        return self._whisper is not None
 
     async def prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
@@ -114,15 +115,16 @@ class Recognizer:
         return await offload.run(self._has_no_speech, chunk, cost=cost)
 
     def _has_no_speech(self, chunk: Chunk) -> bool:
-        if self._detector is None:
-            self._detector = SileroDetector(self.recognition.sample_rate)
-        return speech_seconds(chunk.samples, self._detector, _SPEECH_THRESHOLD) < _MIN_SPEECH
+        with self._detector_lock:
+            if self._detector is None:
+                self._detector = SileroDetector(self.recognition.sample_rate)
+            return speech_seconds(chunk.samples, self._detector, _SPEECH_THRESHOLD) < _MIN_SPEECH
 
     async def detect(self, chunk: Chunk) -> None:
         """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""
         if self._whisper is None or self.language is not None:
             return
-        ids = await self._whisper.prompt(None, translate=False, times=False, before=None)
+        ids = await self._whisper.prompt(None, translate=False, before=None)
         transcript = await self._run(chunk, self._options.job, ids, None)
         detected = self._whisper.language(transcript.token_ids)
         wanted = self._options.languages
@@ -135,14 +137,15 @@ class Recognizer:
 
     async def transcribe(self, chunk: Chunk, show: Show | None) -> Transcript:
         """
-        Return what is spoken in *chunk*; *show* gets readers of the text so far. Raises :class:`ServiceError`.
+        Return what a model of texts hears in *chunk*; *show* gets readers of the text so far.
 
-        If the answer cannot be right, both halves of the chunk are asked for. What was shown is not taken back.
+        If the answer cannot be right, both halves of the chunk are asked for. What was shown is not taken back. Raises
+        :class:`ServiceError`.
         """
         return await self._transcribe_whole(chunk, show, again=False)
 
     async def _transcribe_whole(self, chunk: Chunk, show: Show | None, *, again: bool) -> Transcript:
-        transcript, _ = await self._ask(chunk, show)
+        transcript = await self._ask_for_text(chunk, show)
         if show is not None or self._is_sound(transcript, chunk, again=again):
             return transcript
         if chunk.seconds < _MIN_SECONDS:
@@ -156,9 +159,10 @@ class Recognizer:
 
     async def windows(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[tuple[Chunk, Transcript]]:
         """
-        Yield windows of *chunks* with what is spoken in them. Raises :class:`ServiceError`.
+        Yield windows of *chunks* with what Whisper hears in them. Raises :class:`ServiceError`.
 
-        Each begins where the answer to the last one ended.
+        Each begins where the answer to the last one ended, whatever the client wants: so the text does not depend on
+        the format of the answer.
         """
         windows = Windows(chunks, self.recognition.sample_rate, self.recognition.max_seconds)
         short_steps = 0
@@ -178,14 +182,14 @@ class Recognizer:
 
     async def _transcribe_beginning(self, window: Chunk) -> tuple[Transcript, float]:
         """Return what is spoken in *window* up to as many seconds as the answer is about."""
-        first = await self._ask(window, None)
+        first = await self._ask_for_tokens(window)
         transcript, seconds = first
         sound = self._is_sound(transcript, window, again=False)
         while not sound and window.seconds >= _MIN_SECONDS:
             window, _ = await asyncio.to_thread(halves, window, self.recognition.sample_rate)
             if await self.is_silent(window):
                 return Transcript(text=""), window.seconds
-            transcript, seconds = await self._ask(window, None)
+            transcript, seconds = await self._ask_for_tokens(window)
             if self._confirms(transcript, seconds, *first):
                 return first
             sound = self._is_sound(transcript, window, again=True)
@@ -193,28 +197,23 @@ class Recognizer:
             transcript = self._without_loop(transcript, window)
         return transcript, seconds
 
-    async def _ask(self, chunk: Chunk, show: Show | None) -> tuple[Transcript, float]:
-        """Return the answer to *chunk*, and how many seconds of it the answer is about."""
+    async def _ask_for_tokens(self, window: Chunk) -> tuple[Transcript, float]:
+        """Return Whisper's answer to *window*, and how many seconds of it the answer is about."""
+        assert self._whisper is not None, "it answers in token ids"
         job = self._options.job
-        if self._whisper is None:
-            return await self._ask_for_text(chunk, show), chunk.seconds
         language = None
         if self.language in self._whisper.languages:
             language = self.language
         translate = isinstance(job, TranslationJob)
-        times = self._options.times
-        ids = await self._whisper.prompt(language, translate=translate, times=times, before=job.prompt)
-        transcript = await self._run(chunk, job, ids, None)
-        return self._read(transcript, chunk.seconds)
+        ids = await self._whisper.prompt(language, translate=translate, before=job.prompt)
+        transcript = await self._run(window, job, ids, None)
+        return self._read(transcript, window.seconds)
 
     def _read(self, transcript: Transcript, seconds: float) -> tuple[Transcript, float]:
         """Return *transcript* with the text of its token ids, and how many seconds of the audio it is about."""
         assert self._whisper is not None, "it answers in token ids"
         hearing = self._whisper.read(transcript.token_ids, seconds)
-        segments: Sequence[Segment] = ()
-        if self._options.times:
-            segments = hearing.segments
-        transcript = replace(transcript, text=hearing.text, segments=segments, complete=hearing.complete)
+        transcript = replace(transcript, text=hearing.text, segments=hearing.segments, complete=hearing.complete)
         return transcript, hearing.seconds
 
     async def _ask_for_text(self, chunk: Chunk, show: Show | None) -> Transcript:

@@ -1,10 +1,9 @@
 """
 Transcribes a recording in chunks, whose texts come in order.
 
-Where times are asked for and the model's answers have them, a window follows the other: each begins where the model
-says. Otherwise a few chunks are sent to Triton at the same time. No chunk is decoded long before Triton gets it, so a
-recording needs no more memory than the chunks in flight. When the client leaves, these still run: no backend cancels
-them.
+Whisper's engine gets one window after the other: each begins where the last answer ends. To other models, a few chunks
+are sent at the same time. No chunk is decoded long before Triton gets it, so a recording needs no more memory than the
+chunks in flight. When the client leaves, these still run: no backend cancels them.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from triton_openai.answer.recognition import (
     segments_of,
 )
 from triton_openai.answer.spoken_words import place_words
+from triton_openai.answer.timeline import add_segment, add_words
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import ServiceError
 from triton_openai.jobs import Segment, SpokenToken, Transcript, Word
@@ -129,9 +129,11 @@ class Transcription:
         """Take over what belongs to the text of *chunk*."""
         self.logprobs += transcript.logprobs
         if self._options.words:
-            self.words += await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
+            words = await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
+            add_words(self.words, words, chunk.start, chunk.end)
         self._recognizer.language = self._recognizer.language or transcript.language
-        self.segments += [moved(segment, chunk.start) for segment in segments_of(transcript, chunk)]
+        for segment in segments_of(transcript, chunk):
+            add_segment(self.segments, moved(segment, chunk.start), chunk.start, chunk.end)
 
 
 class _Asked:

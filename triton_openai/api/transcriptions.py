@@ -332,7 +332,6 @@ async def _transcribed(
     options = TranscriptionOptions(
         job=msgspec.structs.replace(job, language=job.language or recognition.language),
         languages=languages,
-        times=body.response_format in _TIMED,
         words=_wants_words(body),
         live=stream and context.model.adapter.capabilities.streaming,
         parallel=limits.parallel_chunks,
@@ -413,10 +412,11 @@ def _rendered(
         )
         if "segment" in granularities or not granularities:
             verbose = msgspec.structs.replace(
-                verbose, segments=[_segment(number, each) for number, each in enumerate(segments)]
+                verbose, segments=[_segment(number, each, recording.seconds) for number, each in enumerate(segments)]
             )
         if "word" in granularities:
-            verbose = msgspec.structs.replace(verbose, words=list(map(_word, transcription.words)))
+            words = [_word(word, recording.seconds) for word in transcription.words]
+            verbose = msgspec.structs.replace(verbose, words=words)
         return whole(verbose)
     if form == "srt":
         point = ","
@@ -432,12 +432,17 @@ def _rendered(
     return Whole(text.encode(), media_type="text/plain; charset=utf-8")
 
 
-def _segment(number: int, segment: Segment) -> SegmentObject:
+def _rounded(seconds: float, duration: float) -> float:
+    """Return *seconds* in milliseconds, not behind the end of the audio: resampled audio can be a little longer."""
+    return min(round(seconds, 3), duration)
+
+
+def _segment(number: int, segment: Segment, duration: float) -> SegmentObject:
     return SegmentObject(
         id=number,
         seek=round(segment.start * 100),
-        start=round(segment.start, 3),
-        end=round(segment.end, 3),
+        start=_rounded(segment.start, duration),
+        end=_rounded(segment.end, duration),
         text=segment.text,
         tokens=segment.tokens,
         temperature=segment.temperature or 0.0,
@@ -447,8 +452,8 @@ def _segment(number: int, segment: Segment) -> SegmentObject:
     )
 
 
-def _word(word: Word) -> WordObject:
-    return WordObject(word=word.text, start=round(word.start, 3), end=round(word.end, 3))
+def _word(word: Word, duration: float) -> WordObject:
+    return WordObject(word=word.text, start=_rounded(word.start, duration), end=_rounded(word.end, duration))
 
 
 def _time(seconds: float, point: str) -> str:

@@ -57,9 +57,9 @@ class WhisperTokens:
         #: The ids of the languages by code.
         self.languages = {code: number for code, number in numbers.items() if number is not None}
 
-    async def prompt(self, language: str | None, *, translate: bool, times: bool, before: str | None) -> Sequence[int]:
+    async def prompt(self, language: str | None, *, translate: bool, before: str | None) -> Sequence[int]:
         """
-        Return the decoder's prompt; without a *language*, one that the model answers with it.
+        Return the decoder's prompt, which asks for times; without a *language*, one that the model answers with it.
 
         *before* is a text that precedes the audio.
         """
@@ -69,8 +69,6 @@ class WhisperTokens:
         ids.append(self._start)
         if language is not None:
             ids += [self.languages[language], self._tasks[translate]]
-            if not times:
-                ids.append(self._no_times)
         return ids
 
     def language(self, ids: Sequence[int]) -> str | None:

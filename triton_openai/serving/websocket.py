@@ -1,9 +1,9 @@
 """
 WebSockets: the upgrade of a request, and the frames of its connection.
 
-What the frames mean is that of a :class:`Session`, which has no HTTP. The connection reads frames for as long as the
-client sends them, which also answers its pings; the session answers when it likes. Frames are not compressed: an event
-for a token is short, and compression would hold it back.
+What the frames mean is that of a :class:`Session`, which has no HTTP. While a session is late, no further frames are
+read, and the connection stays. Frames are not compressed: an event for a token is short, and compression would hold it
+back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from itertools import count
 from typing import Literal, TypeAlias
 
 import structlog
@@ -25,8 +26,11 @@ from triton_openai.telemetry.request_record import RECORD, RequestRecord
 _log = structlog.get_logger(__name__)
 
 _Socket: TypeAlias = "web.WebSocketResponse[Literal[False]]"
-# Seconds between pings. A client that does not answer one within half of the time is gone.
-_PING_SECONDS = 30.0
+# Seconds after which the connection is examined. Every second time a ping is sent. A client from which nothing came
+# three times in a row has left, for a ping was sent at the first or the second time.
+_EXAMINE_SECONDS = 15.0
+_EXAMINATIONS_A_PING = 2
+_MAX_QUIET = 3
 #: The longest time of one connection, in seconds, as OpenAI has it.
 MAX_SECONDS = 3600.0
 # aiohttp warns about subprotocols that are not served, and one of them may be the client's key.
@@ -64,7 +68,7 @@ async def serve_websocket(request: web.Request, open_session: OpenSession, *, dr
         # Frames are not decoded here, where a large one would hold the event loop.
         socket = web.WebSocketResponse(
             timeout=_CLOSE_SECONDS,
-            heartbeat=_PING_SECONDS,
+            autoping=False,
             max_msg_size=session.max_frame_size,
             protocols=_PROTOCOLS,
             compress=False,
@@ -81,11 +85,13 @@ async def serve_websocket(request: web.Request, open_session: OpenSession, *, dr
 
 async def _serve(socket: _Socket, session: Session, draining: Draining, record: RequestRecord) -> None:
     """Give *session* the frames of *socket* until one of them ends. *record* is that of the request."""
+    client = _Client(socket)
     stopping = asyncio.create_task(_stop(session, socket, draining))
+    watching = asyncio.create_task(_end_when_gone(client, session))
     try:
         async with asyncio.timeout(MAX_SECONDS):
             await session.begin()
-            await _read(socket, session)
+            await _read(client, session)
     except ConnectionError:
         # The client has left, and does not read an answer.
         return
@@ -107,17 +113,67 @@ async def _serve(socket: _Socket, session: Session, draining: Draining, record: 
         await _end(socket, session, reason, code)
     finally:
         stopping.cancel()
+        watching.cancel()
 
 
-async def _read(socket: _Socket, session: Session) -> None:
-    """Give *session* the frames of *socket* until it ends."""
+class _Client:
+    """The client behind *socket*, and whether it is still there."""
+
+    def __init__(self, socket: _Socket) -> None:
+        self.socket = socket
+        #: Whether the session has a frame and takes no other one. What the client sends meanwhile is not read.
+        self.waits = False
+        #: Whether anything has come since this was reset.
+        self.active = False
+
+    async def gone(self) -> None:
+        """Send pings, and return when the client has sent nothing for some time in which it was read."""
+        quiet = 0
+        for number in count(1):
+            await asyncio.sleep(_EXAMINE_SECONDS)
+            if self.active or self.waits:
+                quiet = 0
+            else:
+                quiet += 1
+            self.active = False
+            if quiet == _MAX_QUIET:
+                return
+            if number % _EXAMINATIONS_A_PING == 0:
+                await self._ping()
+
+    async def _ping(self) -> None:
+        # A client that reads nothing gets no ping either.
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self.socket.ping()
+
+
+async def _read(client: _Client, session: Session) -> None:
+    """Give *session* the frames of *client* until it leaves."""
+    socket = client.socket
     async for message in socket:
-        if message.type is WSMsgType.TEXT:
+        client.active = True
+        if message.type is WSMsgType.PING:
+            await socket.pong(message.data)
+        elif message.type is WSMsgType.TEXT:
+            client.waits = True
             await session.receive(message.data)
+            client.waits = False
+            # Pings that came meanwhile are read next.
+            client.active = True
             # Many frames that have come together leave others their turns.
             await asyncio.sleep(0)
         elif message.type is WSMsgType.BINARY:
             await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
+
+
+async def _end_when_gone(client: _Client, session: Session) -> None:
+    """End *session* when *client* is gone."""
+    await client.gone()
+    seconds = _MAX_QUIET * _EXAMINE_SECONDS
+    message = f"The client has sent nothing for {seconds:g} seconds, not even an answer to a ping."
+    error = InvalidRequest(message, code="websocket_ping_timeout")
+    await _end(client.socket, session, error, WSCloseCode.POLICY_VIOLATION)
 
 
 async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
@@ -128,8 +184,9 @@ async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
 
 
 async def _end(socket: _Socket, session: Session, error: ServiceError, code: WSCloseCode) -> None:
-    """End *session* by *error*, and close *socket*."""
-    with suppress(ConnectionError):
-        await session.end(error)
+    """End *session* by *error*, and close *socket*. A client that reads nothing does not delay that."""
+    with suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await session.end(error)
     reason = error.message.encode()[:_MAX_REASON]
     await socket.close(code=code, message=reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,11 @@ from tests.hearing import model, transcribe
 from tests.speech import RATE, say_vowels
 from tests.unit.adapters.test_profiles import spec_of
 from triton_openai.adapters.transcriber import Transcriber
+from triton_openai.answer import recognition
+from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.generation import AudioFormat, TensorMapping
+from triton_openai.jobs import TranscriptionJob
+from triton_openai.media.cutting import chunk_of
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonResponse, ModelConfig
 
 WAV = ("WAV FP32 [-1]", "WAV_LENS INT32 [1]")
@@ -74,6 +80,41 @@ async def test_noise_is_not_sent() -> None:
         found = await transcribe(answering, served, samples)
         assert expected == answering.requests
         assert ("Thank you." if expected else "") == found.text
+
+
+async def test_one_thread_looks_for_speech(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are asked for together, and the detector has a state: two threads in it would end the process."""
+    both = threading.Barrier(2)
+    overlaps = []
+
+    class Detector:
+        """Waits a moment for another thread."""
+
+        seconds = 1.0
+
+        def __init__(self, rate: int) -> None:
+            pass
+
+        def reset(self) -> None:
+            pass
+
+        def rate_moments(self, samples: Any) -> Sequence[float]:
+            try:
+                both.wait(0.1)
+            except threading.BrokenBarrierError:
+                both.reset()
+                return [1.0]
+            overlaps.append(samples)
+            return [1.0]
+
+    monkeypatch.setattr(recognition.voice_activity, "silero_available", lambda: True)
+    monkeypatch.setattr(recognition, "SileroDetector", Detector)
+    upstream: Any = Answering({"TRANSCRIPTS": ""})
+    options = TranscriptionOptions(job=TranscriptionJob(id="t", samples=b""))
+    recognizer = recognition.Recognizer(upstream, whisper(), options)
+    chunk = chunk_of(NOISE, 0, RATE)
+    assert [False, False] == await asyncio.gather(recognizer.is_silent(chunk), recognizer.is_silent(chunk))
+    assert [] == overlaps
 
 
 async def test_silence_is_not_sent() -> None:

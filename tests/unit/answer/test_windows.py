@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import every_case
 from tests.hearing import Whisper, model, record, transcribe, words_in
 from tests.speech import WORDS, write_whisper_tokenizer
 from triton_openai.answer.transcription import Transcription
@@ -44,10 +43,10 @@ def said(transcription: Transcription) -> list[str]:
 
 @settings(max_examples=40)
 @given(SPOKEN, st.sampled_from([224, 96, 12]))
-async def test_with_times(tokenizer: Tokenizer, spoken: Sequence[tuple[str, int, int]], max_tokens: int) -> None:
+async def test_words_and_times(tokenizer: Tokenizer, spoken: Sequence[tuple[str, int, int]], max_tokens: int) -> None:
     """Each window begins where the last answer ended: each word is there once, at its time."""
     samples = record(spoken)
-    found = await transcribe(Whisper(max_tokens=max_tokens), engine(tokenizer), samples, times=True)
+    found = await transcribe(Whisper(max_tokens=max_tokens), engine(tokenizer), samples)
     assert [word for word, _, _ in spoken] == said(found)
     expected = words_in(samples)
     for segment, (begin, end, word) in zip(found.segments, expected, strict=True):
@@ -55,14 +54,6 @@ async def test_with_times(tokenizer: Tokenizer, spoken: Sequence[tuple[str, int,
         assert begin == pytest.approx(segment.start, abs=0.03)
         assert end == pytest.approx(segment.end, abs=0.03)
     assert all(before.end <= after.start + 0.03 for before, after in pairwise(found.segments))
-
-
-@settings(max_examples=40)
-@given(SPOKEN, st.sampled_from([224, 96, 12]))
-async def test_without_times(tokenizer: Tokenizer, spoken: Sequence[tuple[str, int, int]], max_tokens: int) -> None:
-    """Chunks end in pauses, and one whose answer is cut is asked for in two halves."""
-    found = await transcribe(Whisper(max_tokens=max_tokens), engine(tokenizer), record(spoken))
-    assert [word for word, _, _ in spoken] == said(found)
 
 
 @settings(max_examples=20)
@@ -74,32 +65,29 @@ async def test_models_of_text(spoken: Sequence[tuple[str, int, int]]) -> None:
         assert [word for word, _, _ in spoken] == said(found)
 
 
-@every_case("times", [True, False])
-async def test_loops(tokenizer: Tokenizer, times: bool) -> None:
+async def test_loops(tokenizer: Tokenizer) -> None:
     """A model that repeats a word to its limit is asked for less at once, and all words are there once."""
     words = [WORDS[number * 5 % 13] for number in range(100)]
     whisper = Whisper(max_sound_seconds=12)
     samples = record([(word, 40, 20) for word in words])
-    found = await transcribe(whisper, engine(tokenizer), samples, times=times)
+    found = await transcribe(whisper, engine(tokenizer), samples)
     assert words == said(found)
     # 60 seconds: two of 30, and parts of them.
     assert whisper.requests <= 14
 
 
-@every_case("times", [True, False])
-async def test_loops_without_end(tokenizer: Tokenizer, times: bool) -> None:
+async def test_loops_without_end(tokenizer: Tokenizer) -> None:
     """What repeats itself however short the audio is, is written once."""
     samples = record([("never", 100, 50), ("again", 100, 50)])
-    found = await transcribe(Whisper(max_sound_seconds=0), engine(tokenizer), samples, times=times)
+    found = await transcribe(Whisper(max_sound_seconds=0), engine(tokenizer), samples)
     assert said(found) in (["never", "again"], ["never", "again", "again"])
 
 
 async def test_words_that_somebody_repeats(tokenizer: Tokenizer) -> None:
     """They are no loop, however often they are said."""
     words = ["no"] * 110
-    for times in (True, False):
-        found = await transcribe(Whisper(), engine(tokenizer), record([("no", 30, 20)] * 110), times=times)
-        assert words == said(found)
+    found = await transcribe(Whisper(), engine(tokenizer), record([("no", 30, 20)] * 110))
+    assert words == said(found)
     for inputs in ((*WAV, "TEXT_PREFIX STRING [1]"), WAV):
         found = await transcribe(Whisper(), model(inputs, TEXT, None), record([("no", 30, 20)] * 110))
         assert words == said(found)
@@ -108,12 +96,11 @@ async def test_words_that_somebody_repeats(tokenizer: Tokenizer) -> None:
 async def test_windows_are_as_long_as_they_can_be(tokenizer: Tokenizer) -> None:
     """An hour takes hardly more requests than its windows, and silence takes none."""
     words = [("never", 40, 60), ("tried", 80, 20)] * 300
-    for times in (True, False):
-        whisper = Whisper()
-        await transcribe(whisper, engine(tokenizer), record(words), times=times)
-        # The halves of the chunks that are sent first are asked for again, because the words repeat themselves.
-        assert 20 <= whisper.requests <= 30
-        assert sum(whisper.seconds) < 800
+    whisper = Whisper()
+    await transcribe(whisper, engine(tokenizer), record(words))
+    # A half of the first window is asked for again, because the words repeat themselves.
+    assert 20 <= whisper.requests <= 30
+    assert sum(whisper.seconds) < 800
     silent = Whisper()
-    await transcribe(silent, engine(tokenizer), record([("no", 10, 100_00)]), times=True)
+    await transcribe(silent, engine(tokenizer), record([("no", 10, 100_00)]))
     assert 1 == silent.requests

@@ -24,16 +24,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> WhisperTokens:
 
 
 async def test_prompts(tokens: WhisperTokens) -> None:
-    """A prompt has what precedes, the start, the language, the task, and whether times are wanted."""
+    """A prompt has what precedes, the start, the language and the task. It never excludes times."""
     for arguments, expected in (
-        ((None, False, False, None), [50_258]),
-        (("en", False, False, None), [50_258, 50_259, 50_359, 50_363]),
-        (("de", True, True, None), [50_258, 50_261, 50_358]),
-        (("su", False, True, "never"), [50_361, 0, 50_258, 50_357, 50_359]),
+        ((None, False, None), [50_258]),
+        (("en", False, None), [50_258, 50_259, 50_359]),
+        (("de", True, None), [50_258, 50_261, 50_358]),
+        (("su", False, "never"), [50_361, 0, 50_258, 50_357, 50_359]),
     ):
-        language, translate, times, before = arguments
-        assert expected == await tokens.prompt(language, translate=translate, times=times, before=before)
-    long = await tokens.prompt("en", translate=False, times=True, before="never again " * 300)
+        language, translate, before = arguments
+        assert expected == await tokens.prompt(language, translate=translate, before=before)
+    long = await tokens.prompt("en", translate=False, before="never again " * 300)
     assert (50_361, 223) == (long[0], long.index(50_258) - 1)
     assert "yue" not in tokens.languages
 

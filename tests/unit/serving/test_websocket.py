@@ -1,0 +1,124 @@
+"""The frames of a WebSocket, with a session that does what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import ClientWebSocketResponse, WSMsgType, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from tests.clock import Clock
+from triton_openai.access.keys import KEY, NO_KEY
+from triton_openai.draining import Draining
+from triton_openai.errors import ServiceError
+from triton_openai.operations import Opening, Send
+from triton_openai.serving.websocket import serve_websocket
+from triton_openai.telemetry.request_record import RECORD, RequestRecord
+
+
+class Echo:
+    """Sends each frame back when *free* is set."""
+
+    max_frame_size = 1024
+
+    def __init__(self, send: Send, free: asyncio.Event) -> None:
+        self._send = send
+        self._free = free
+
+    async def begin(self) -> None:
+        """Send nothing."""
+
+    async def receive(self, frame: bytes) -> None:
+        """Wait, and send *frame* back."""
+        await self._free.wait()
+        await self._send(frame)
+
+    async def finish(self) -> None:
+        """There is nothing left to do."""
+
+    async def end(self, error: ServiceError) -> None:
+        """Send *error*."""
+        await self._send(json.dumps({"code": error.code}).encode())
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+@pytest.fixture
+def free() -> asyncio.Event:
+    """What sessions wait for."""
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@pytest.fixture
+async def client(free: asyncio.Event) -> AsyncIterator[TestClient]:
+    """A client of a service whose sessions echo."""
+
+    def opened(_: Opening, send: Send) -> Echo:
+        return Echo(send, free)
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        request[RECORD] = RequestRecord(request_id="1", method="GET", path="/")
+        request[KEY] = NO_KEY
+        return await serve_websocket(request, opened, draining=Draining())
+
+    app = web.Application()
+    app.router.add_get("/", serve)
+    async with TestClient(TestServer(app)) as client:
+        yield client
+
+
+async def frames(socket: ClientWebSocketResponse) -> list[tuple[WSMsgType, object]]:
+    """Return what *socket* gets up to its end."""
+    got = []
+    while True:
+        message = await socket.receive(10)
+        got.append((message.type, message.data))
+        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSED, WSMsgType.ERROR):
+            return got
+
+
+async def test_a_client_that_is_gone(client: TestClient, clock: Clock) -> None:
+    """A client that sends nothing, not even an answer to a ping, gets an error and a code that say so."""
+    async with client.ws_connect("/", autoping=False) as socket:
+        await clock.elapse(60, steps=60)
+        got = await frames(socket)
+    assert [WSMsgType.PING, WSMsgType.TEXT, WSMsgType.CLOSE] == [kind for kind, _ in got]
+    assert ('{"code": "websocket_ping_timeout"}', 1008) == (got[1][1], got[2][1])
+
+
+async def test_a_session_that_is_late(client: TestClient, clock: Clock, free: asyncio.Event) -> None:
+    """Where the session takes no frames, the answers of its client are not read, and the connection stays."""
+    free.clear()
+    async with client.ws_connect("/", autoping=False) as socket:
+        for number in range(3):
+            await socket.send_str(str(number))
+        await clock.elapse(600, steps=600)
+        free.set()
+        got = []
+        while len(got) < 3:
+            message = await socket.receive(10)
+            if message.type is WSMsgType.TEXT:
+                got.append(message.data)
+            else:
+                assert WSMsgType.PING == message.type
+        assert ["0", "1", "2"] == got
+
+
+async def test_a_client_that_only_listens(client: TestClient, clock: Clock) -> None:
+    """A client that answers pings stays, and its own pings are answered."""
+    async with client.ws_connect("/") as socket:
+        listening = asyncio.create_task(socket.receive(1000))
+        await clock.elapse(600, steps=600)
+        assert not listening.done()
+        await socket.send_str("still here")
+        assert "still here" == (await listening).data
+    async with client.ws_connect("/", autoping=False) as socket:
+        await socket.ping(b"one")
+        message = await socket.receive(10)
+        assert (WSMsgType.PONG, b"one") == (message.type, bytes(message.data))
