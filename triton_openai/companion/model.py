@@ -23,10 +23,13 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import functools
 import gc
+import importlib
 import inspect
 import io
 import json
+import operator
 import sys
 import threading
 import time
@@ -39,6 +42,8 @@ import triton_python_backend_utils as pb
 CONTRACT = 1
 #: The oldest release of vLLM whose interface this file uses.
 OLDEST = (0, 11)
+#: The newest release whose interface was compared with it. A newer one is tried.
+NEWEST = (0, 32)
 #: Responses that a carrier sends before its client has to acknowledge one.
 WINDOW = 32
 #: Seconds without an acknowledgement after which a carrier that waits for one is lost.
@@ -395,7 +400,7 @@ class TritonPythonModel:
             if message.get("beams"):
                 self._output(stream, await self._found(stream, message, media))
                 return
-            await self.engine.generate(stream, message, media, self._output)
+            await self.engine.generate(stream, message, media, self._output, self._tokens)
             if carrier.streams.get(stream.number) is not stream:
                 # Cancelled meanwhile, or done: then this does nothing.
                 await self.engine.abort([stream.name])
@@ -457,6 +462,13 @@ class TritonPythonModel:
             padded(event, 7)[7] = prompt_positions(output)
         if ids or len(event) > 2:
             carrier.put(event)
+
+    def _tokens(self, stream, ids):
+        """Pass on the next tokens of an answer that goes on; runs in the engine's loop."""
+        carrier = stream.carrier
+        if carrier.streams.get(stream.number) is stream:
+            stream.completion += len(ids)
+            carrier.put([stream.number, ids])
 
     def _cancel(self, carrier, number):
         stream = carrier.streams.pop(number, None)
@@ -611,26 +623,97 @@ def best(beams, count, length_penalty):
     return sorted(beams, key=lambda beam: beam.score(length_penalty), reverse=True)[:count]
 
 
-class Engine:
-    """vLLM's ``AsyncLLM``, as far as the model uses it. All of vLLM's interface is in this class."""
+#: What this file uses of vLLM, by module. All releases from OLDEST to NEWEST have it.
+USED = {
+    "vllm": ("PoolingParams", "SamplingParams"),
+    "vllm.engine.arg_utils": ("AsyncEngineArgs",),
+    "vllm.lora.request": ("LoRARequest",),
+    "vllm.sampling_params": ("RequestOutputKind", "StructuredOutputsParams"),
+    "vllm.v1.engine.async_llm": ("AsyncLLM",),
+}
+#: The methods of AsyncLLM that are called, with the arguments that they are called with: the first ones in this order.
+METHODS = {
+    "from_engine_args": (("engine_args",), ()),
+    "add_request": (("request_id", "prompt", "params"), ("lora_request", "priority")),
+    "generate": (("prompt", "sampling_params", "request_id"), ("lora_request", "priority")),
+    "encode": (("prompt", "pooling_params", "request_id"), ("lora_request",)),
+    "abort": (("request_id",), ()),
+    "shutdown": ((), ()),
+}
+#: What saves time, by module. In a release that has it in another form, the model does without.
+SAVING = {
+    "vllm.v1.engine": ("EngineCoreOutput",),
+    "vllm.v1.engine.output_processor": ("RequestOutputCollector",),
+    "vllm.v1.metrics.loggers": ("PrometheusStatLogger",),
+}
 
-    def __init__(self, folder):
+
+class Library:
+    """What this file uses of vLLM, by its names there. Raises RuntimeError for a release that does not have it."""
+
+    def __init__(self):
         try:
             import vllm
         except ImportError as error:
             raise RuntimeError(f"The companion model needs vLLM in Triton's Python: {error}.") from None
         self.version = vllm.__version__
         numbers = tuple([int(part) for part in self.version.split(".")[:2] if part.isdecimal()])
-        if numbers < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise RuntimeError(f"The companion model needs vLLM {oldest} or newer, and this is {self.version}.")
+        if numbers and numbers < OLDEST:
+            raise RuntimeError(
+                f"The companion model needs vLLM {written(OLDEST)} or newer, and this is {self.version}."
+            )
+        if numbers > NEWEST:
+            log(f"vLLM {self.version} is newer than {written(NEWEST)}, the newest release that was tried")
         try:
-            self._import()
-        except (ImportError, AttributeError) as error:
+            for module, names in USED.items():
+                for name in names:
+                    setattr(self, name, getattr(importlib.import_module(module), name))
+            check_methods(self.AsyncLLM)
+        except (ImportError, AttributeError, TypeError) as error:
             raise RuntimeError(
                 f"vLLM {self.version} has another interface than the companion model uses: {error}."
                 " A newer triton-openai may write a model that fits."
             ) from None
+        for module, names in SAVING.items():
+            for name in names:
+                setattr(self, name, self._optional(module, name))
+
+    def _optional(self, module, name):
+        """Return *name* of *module*, None in a release that does not have it."""
+        try:
+            return getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            return None
+
+    @property
+    def has_collectors(self):
+        """Whether outputs can be taken where the engine collects them."""
+        kind = self.RequestOutputCollector
+        return callable(getattr(kind, "put", None)) and callable(getattr(kind, "get_nowait", None))
+
+
+def written(numbers):
+    """Return the *numbers* of a release as it is written."""
+    return ".".join(map(str, numbers))
+
+
+def check_methods(kind):
+    """Raise AttributeError if the methods of *kind*, vLLM's ``AsyncLLM``, do not take what they are called with."""
+    for method, (first, others) in METHODS.items():
+        parameters = inspect.signature(getattr(kind, method)).parameters
+        names = [name for name in parameters if name != "self"]
+        if tuple(names[: len(first)]) != first:
+            raise AttributeError(f"AsyncLLM.{method} does not begin with the arguments {', '.join(first)}")
+        for name in others:
+            if name not in names:
+                raise AttributeError(f"AsyncLLM.{method} has no argument {name}")
+
+
+class Engine:
+    """vLLM's ``AsyncLLM``, as far as the model uses it."""
+
+    def __init__(self, folder):
+        self._library = Library()
         self._arguments = json.loads((folder / "engine.json").read_text())
         loras = folder / "multi_lora.json"
         self._loras = {}
@@ -644,10 +727,12 @@ class Engine:
         # By engine: what its scheduler has said last. Several engines share the work with data parallelism.
         self._scheduled = {}
         options = {}
-        if self.StatLogger is not None:
-            options["stat_loggers"] = [scheduler_logger(self.StatLogger, self._scheduled)]
-        self._engine = self.AsyncLLM.from_engine_args(self.AsyncEngineArgs(**arguments), **options)
-        skip_token_statistics(self._engine)
+        library = self._library
+        takes_loggers = "stat_loggers" in inspect.signature(library.AsyncLLM.from_engine_args).parameters
+        if takes_loggers and library.PrometheusStatLogger is not None:
+            options["stat_loggers"] = [scheduler_logger(library.PrometheusStatLogger, self._scheduled)]
+        self._engine = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**arguments), **options)
+        self._short_way = ShortWay.into(self._engine, library.EngineCoreOutput)
         # The requests for vectors that run.
         self._pooling = 0
         config = self._engine.vllm_config
@@ -655,43 +740,15 @@ class Engine:
         self._config = config
         self._vocabulary = self._model_config.get_vocab_size()
         self._multimodal = bool(getattr(self._model_config, "is_multimodal_model", False))
-        fields = inspect.signature(self.SamplingParams).parameters
+        # Whether it reads one part of a prompt with an encoder, as Whisper does.
+        self._encodes = bool(getattr(self._model_config, "is_encoder_decoder", False))
+        fields = inspect.signature(library.SamplingParams).parameters
         self._known = {name for name in fields if not name.startswith("_")} - OWN
         # Each request has parameters of its own: vLLM need not copy them.
         self._own = {}
         if "skip_clone" in fields:
             self._own["skip_clone"] = True
-        log(f"vLLM {self.version} serves {self._model_config.model}")
-
-    def _import(self):
-        """Import what is used. Raises ImportError or AttributeError."""
-        from vllm import PoolingParams, SamplingParams
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        for name in ("from_engine_args", "add_request", "generate", "encode", "abort", "shutdown"):
-            getattr(AsyncLLM, name)
-        try:
-            from vllm.v1.engine.output_processor import RequestOutputCollector
-
-            self.has_collectors = callable(RequestOutputCollector.put) and callable(RequestOutputCollector.get_nowait)
-        except (ImportError, AttributeError):
-            self.has_collectors = False
-        self.StatLogger = None
-        if "stat_loggers" in inspect.signature(AsyncLLM.from_engine_args).parameters:
-            with contextlib.suppress(ImportError):
-                from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-                self.StatLogger = PrometheusStatLogger
-        self.AsyncLLM = AsyncLLM
-        self.AsyncEngineArgs = AsyncEngineArgs
-        self.LoRARequest = LoRARequest
-        self.PoolingParams = PoolingParams
-        self.SamplingParams = SamplingParams
-        self.StructuredOutputsParams = StructuredOutputsParams
-        self.delta = RequestOutputKind.DELTA
+        log(f"vLLM {library.version} serves {self._model_config.model}")
 
     @property
     def dead(self):
@@ -712,7 +769,7 @@ class Engine:
         return {
             **self._load(streams),
             "engine": "vllm",
-            "version": self.version,
+            "version": self._library.version,
             "model": config.model,
             "tokenizer": config.tokenizer,
             "max_model_len": config.max_model_len,
@@ -744,25 +801,37 @@ class Engine:
             load["cache_usage"] = max(one.kv_cache_usage for one in engines)
         return load
 
-    async def generate(self, stream, message, media, take):
+    async def generate(self, stream, message, media, take, take_tokens):
         """
         Begin a generation; *take* gets the stream and each output, or its error. Raises what vLLM does not take.
 
-        The engine's own output loop calls *take*: its collector hands outputs on, so that no task wakes per token.
+        *take_tokens* gets the stream and the ids of outputs that have nothing but tokens, where the short way is open.
+        The engine's own output loop calls both: its collector hands outputs on, so that no task wakes per token.
         Where vLLM has no such collector any more, a task reads its public generator.
         """
         params = self._sampling(message)
         prompt = self._prompt(message, media)
         options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
-        if not self.has_collectors:
+        if not self._library.has_collectors:
             async for output in self._engine.generate(prompt, params, stream.name, **options):
                 take(stream, output)
             return
         collector = await self._engine.add_request(stream.name, prompt, params, **options)
-        collector.put = lambda output: take(stream, output)
+        # In releases before 0.12 the engine uses our name.
+        name = getattr(collector, "request_id", stream.name)
+
+        def put(output):
+            if self._short_way is not None:
+                if getattr(output, "finished", True):
+                    self._short_way.close(name)
+                else:
+                    self._short_way.open(name, functools.partial(take_tokens, stream))
+            take(stream, output)
+
+        collector.put = put
         early = collector.get_nowait()
         if early is not None:
-            take(stream, early)
+            put(early)
 
     async def search(self, name, message, media, wanted):
         """
@@ -819,6 +888,9 @@ class Engine:
         elif isinstance(ids, list) and ids:
             self._check_ids(ids, "prompt")
             prompt = {"prompt_token_ids": ids}
+            if not (message.get("media") or message.get("mm") or self._encodes):
+                # As vLLM's renderer gives it. Any other prompt is rendered in a thread, which costs two switches.
+                prompt["type"] = "token"
         else:
             raise Refused("The prompt is empty: there is nothing to continue.", "prompt")
         if message.get("media"):
@@ -833,6 +905,8 @@ class Engine:
 
     def _check_ids(self, ids, param):
         """Raise Refused for an id that is not in the vocabulary: in the engine it would fail other requests too."""
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocabulary:
+            return
         for number in ids:
             if type(number) is not int or not 0 <= number < self._vocabulary:
                 raise Refused(f"'{param}' holds {number}, which is not a token of this model.", param)
@@ -850,15 +924,15 @@ class Engine:
             values["logit_bias"] = {int(key): float(value) for key, value in values["logit_bias"].items()}
             self._check_ids(values["logit_bias"], "logit_bias")
         if values.get("structured_outputs"):
-            values["structured_outputs"] = self.StructuredOutputsParams(**values["structured_outputs"])
+            values["structured_outputs"] = self._library.StructuredOutputsParams(**values["structured_outputs"])
         returns = message.get("return", {})
-        return self.SamplingParams(
+        return self._library.SamplingParams(
             **values,
             **self._own,
             logprobs=returns.get("logprobs"),
             prompt_logprobs=returns.get("prompt_logprobs"),
             detokenize=False,
-            output_kind=self.delta,
+            output_kind=self._library.RequestOutputKind.DELTA,
         )
 
     def _lora(self, lora):
@@ -872,12 +946,12 @@ class Engine:
         if path is None:
             raise Refused(f"The model has no LoRA adapter {name!r}.", "model", "lora")
         number = self._lora_numbers.setdefault((name, path), len(self._lora_numbers) + 1)
-        return self.LoRARequest(name, number, path)
+        return self._library.LoRARequest(name, number, path)
 
     async def pool(self, message, request_id):
         """Return the vector of one input: an embedding, or the scores of its classes."""
         values = dict(message.get("pooling", {}))
-        params = self.PoolingParams(task=message["kind"], **values)
+        params = self._library.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
         result = None
         self._pooling += 1
@@ -920,19 +994,66 @@ def scheduler_logger(base, scheduled):
     return SchedulerLogger
 
 
-def skip_token_statistics(engine):
-    """Have vLLM take no times of each token: they cost some microseconds, and nobody reads them."""
-    processor = getattr(engine, "output_processor", None)
-    process = getattr(processor, "process_outputs", None)
-    if process is None or getattr(processor, "tracing_enabled", False):
-        return
-    if list(inspect.signature(process).parameters)[2:3] != ["iteration_stats"]:
-        return
+class ShortWay:
+    """
+    Passes tokens on as they come from the engine, before vLLM makes outputs of them.
 
-    def process_outputs(outputs, timestamp=None, iteration_stats=None, **options):
-        return process(outputs, timestamp, None, **options)
+    vLLM makes two objects with thirty fields for each token, and takes its times. That is two thirds of what a token
+    costs in this process, and nobody reads it here. The first output of an answer, the last one, and all that have
+    more than tokens go vLLM's way: the log probabilities are made there, and its own state begins and ends.
+    """
 
-    processor.process_outputs = process_outputs
+    def __init__(self, processor, kind):
+        self._process = processor.process_outputs
+        # By the engine's name of the request: what takes its tokens.
+        self._takers = {}
+        names = getattr(kind, "__struct_fields__", ())
+        # Of an output, what may come with its tokens, and how that looks if it is absent.
+        self._more = None
+        self._absent = getattr(kind, "__struct_defaults__", ())
+        interval = getattr(processor, "stream_interval", 1)
+        if names[:2] == ("request_id", "new_token_ids") and len(self._absent) == len(names) - 2 and interval == 1:
+            self._more = operator.attrgetter(*names[2:])
+
+    @classmethod
+    def into(cls, engine, kind):
+        """
+        Return the short way for *engine*, whose outputs are of *kind*; None where vLLM's interface is another one.
+
+        It is not there where vLLM sends traces, which have the times of tokens.
+        """
+        processor = getattr(engine, "output_processor", None)
+        process = getattr(processor, "process_outputs", None)
+        if process is None or getattr(processor, "tracing_enabled", False):
+            return None
+        if list(inspect.signature(process).parameters)[2:3] != ["iteration_stats"]:
+            return None
+        way = cls(processor, kind)
+        processor.process_outputs = way.process_outputs
+        return way
+
+    def open(self, name, take):
+        """Have *take* get the ids of the request that the engine calls *name*, from its next output on."""
+        if self._more is not None:
+            self._takers[name] = take
+
+    def close(self, name):
+        """Forget the request *name*, which has ended."""
+        self._takers.pop(name, None)
+
+    def process_outputs(self, outputs, timestamp=None, iteration_stats=None, **options):
+        """Process *outputs*, as vLLM's method of this name does."""
+        others = []
+        for output in outputs:
+            take = self._takers.get(output.request_id)
+            if take is None or not self._has_tokens_only(output):
+                others.append(output)
+            else:
+                take(output.new_token_ids)
+        return self._process(others, timestamp, None, **options)
+
+    def _has_tokens_only(self, output):
+        return all(map(operator.is_, self._more(output), self._absent))
 
 
 def multi_modal_data(described, media):

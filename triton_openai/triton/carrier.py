@@ -34,8 +34,10 @@ from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
 
-# A response is acknowledged after so many: a quarter of those that the model sends ahead.
-_ACKNOWLEDGED_AFTER = 8
+# A response is acknowledged after so many: half of those that the model sends ahead. Each acknowledgement is a request.
+_ACKNOWLEDGED_AFTER = 16
+# The fields of a delivery that come once for each stream.
+_ONCE = ("finish", "stop", "usage", "error", "prompt_logprobs")
 # Seconds after which a carrier without streams is closed: an open request keeps Triton from unloading the model.
 _IDLE_SECONDS = 5.0
 # Seconds without a response after which the model's process is taken for dead: an idle carrier gets one each second.
@@ -98,6 +100,17 @@ def fault_error(fault: Any, model: str) -> ServiceError:
     if error.param is None:
         error.param = said.param
     return error
+
+
+def _append(first: Delivery, second: Delivery) -> None:
+    """Append to *first* what came for its stream after it."""
+    first.ids = [*first.ids, *second.ids]
+    if second.logprobs is not None:
+        first.logprobs = [*(first.logprobs or ()), *second.logprobs]
+    for field in _ONCE:
+        value = getattr(second, field)
+        if value is not None:
+            setattr(first, field, value)
 
 
 def _single_tokens(delivery: Delivery) -> list[Delivery]:
@@ -211,19 +224,34 @@ class Carrier:
             _Ignored(self.client, self._message("cancel", number, request.id, request))
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
-        """Take responses of the model: what belongs to each stream."""
+        """
+        Take responses of the model: what belongs to each stream.
+
+        What has come together for a stream is passed on together: several come where this process is behind.
+        """
+        deliveries: dict[int, Delivery] = {}
+        error = None
         try:
             for response in responses:
                 for text in response.texts("response"):
-                    self._take(text)
-        except ServiceError as error:
+                    self._take(text, deliveries)
+        except ServiceError as caught:
+            error = caught
+        streams = self._streams
+        for number, delivery in deliveries.items():
+            receiving = streams.get(number)
+            # One that was cancelled may have been on its way.
+            if receiving is not None:
+                receiving.take(delivery)
+        if error is not None:
             self._lose(error)
             return
         if self._read - self._acknowledged >= _ACKNOWLEDGED_AFTER and not self.closed:
             request = InferRequest(model=self.model, id="", inputs=())
             _Ignored(self.client, self._message("credit", 0, f"carrier-{self._name}", request))
 
-    def _take(self, text: str) -> None:
+    def _take(self, text: str, deliveries: dict[int, Delivery]) -> None:
+        """Add what the response *text* brings to the *deliveries* by stream. Raises :class:`ServiceError`."""
         try:
             answer = _decode(text)
         except _UNREADABLE as error:
@@ -238,12 +266,10 @@ class Carrier:
             self._open = True
             for stream in list(self._streams.values()):
                 stream.start()
-        streams = self._streams
         for delivery in answer.deliveries:
-            receiving = streams.get(delivery.stream)
-            # One that was cancelled may have been on its way.
-            if receiving is not None:
-                receiving.take(delivery)
+            earlier = deliveries.setdefault(delivery.stream, delivery)
+            if earlier is not delivery:
+                _append(earlier, delivery)
 
     def _look(self) -> None:
         """Take it that the model's process has died, if nothing has come for too long."""
@@ -325,11 +351,11 @@ class CarriedStream:
         if delivery.finish == "abort":
             receiver.end(UpstreamError("The model stopped before the end of its answer."))
             return
-        deliveries = [delivery]
-        if self._request.token_by_token and len(delivery.ids) > 1:
-            deliveries = _single_tokens(delivery)
         model = self._request.model
-        receiver.receive([CarriedResponse(one, model) for one in deliveries])
+        if self._request.token_by_token and len(delivery.ids) > 1:
+            receiver.receive([CarriedResponse(one, model) for one in _single_tokens(delivery)])
+        else:
+            receiver.receive((CarriedResponse(delivery, model),))
         if ended:
             receiver.end(None)
 

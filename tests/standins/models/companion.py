@@ -210,10 +210,12 @@ class AsyncLLM:
         self.vllm_config = types.SimpleNamespace(model_config=model, scheduler_config=scheduler)
 
     @classmethod
-    def from_engine_args(cls, arguments: AsyncEngineArgs) -> AsyncLLM:
-        return cls(arguments.arguments)
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        return cls(engine_args.arguments)
 
-    async def add_request(self, name: str, prompt: dict[str, Any], params: Any, **options: Any) -> Any:
+    async def add_request(
+        self, request_id: str, prompt: dict[str, Any], params: Any, lora_request: Any = None, priority: int = 0
+    ) -> Any:
         ids = prompt["prompt_token_ids"]
         if len(ids) > self._limit:
             raise ValidationError(
@@ -231,8 +233,8 @@ class AsyncLLM:
             max_tokens=params.max_tokens if answer.steering.scripted else room,
             stops=lambda made: made[-1] in (params.stop_token_ids or ()) and len(made) > params.min_tokens,
         )
-        job = _Job(name, ids, params, generation, RequestOutputCollector())
-        self._jobs[name] = job
+        job = _Job(request_id, ids, params, generation, RequestOutputCollector())
+        self._jobs[request_id] = job
         job.task = asyncio.get_running_loop().create_task(self._run(job))
         return job.collector
 
@@ -299,9 +301,11 @@ class AsyncLLM:
         top = job.generation.scores.top(place, job.prompt[place], count, len(self._vocabulary))
         return {number: Logprob(logprob, rank) for number, logprob, rank in top}
 
-    async def generate(self, prompt: Any, params: Any, name: str, **options: Any) -> Any:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any = None, priority: int = 0
+    ) -> Any:
         """Yield the outputs; the companion uses it where there is no collector."""
-        collector = await self.add_request(name, prompt, params, **options)
+        collector = await self.add_request(request_id, prompt, sampling_params, lora_request, priority)
         for _ in itertools.count():
             output = collector.get_nowait()
             if output is None:
@@ -313,12 +317,12 @@ class AsyncLLM:
             if output.outputs[0].finish_reason is not None:
                 return
 
-    async def encode(self, prompt: Any, params: Any, name: str, **options: Any) -> Any:
+    async def encode(self, prompt: Any, pooling_params: Any, request_id: str, lora_request: Any = None) -> Any:
         raise ValidationError("This model does not support pooling.")
         yield
 
-    async def abort(self, names: Any) -> None:
-        for name in names:
+    async def abort(self, request_id: Any) -> None:
+        for name in request_id:
             job = self._jobs.get(name)
             if job is not None:
                 job.task.cancel()

@@ -192,6 +192,88 @@ def test_an_engine_that_does_not_fit(model: Any, name: str, monkeypatch: pytest.
         model.Engine(tmp_path)
 
 
+class Method:
+    """The methods of vLLM's engine, with the arguments of a release."""
+
+    async def add_request(
+        self, request_id: Any, prompt: Any, params: Any, arrival: Any = 0, lora_request: Any = None, priority: Any = 0
+    ) -> None: ...
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: Any, *, lora_request: Any = None, priority: Any = 0
+    ) -> None: ...
+
+    def encode(self, prompt: Any, pooling_params: Any, request_id: Any, lora_request: Any = None) -> None: ...
+
+    def abort(self, request_id: Any, internal: Any = False) -> None: ...
+
+    def shutdown(self, timeout: Any = None) -> None: ...
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, stat_loggers: Any = None) -> None: ...
+
+
+class OtherOrder(Method):
+    """A release in which two arguments have changed places."""
+
+    def add_request(self, prompt: Any, request_id: Any, params: Any, **options: Any) -> None: ...  # type: ignore[override]
+
+
+class NoPriority(Method):
+    """A release without one of the arguments."""
+
+    def add_request(self, request_id: Any, prompt: Any, params: Any, lora_request: Any = None) -> None: ...  # type: ignore[override]
+
+
+class NoEncode(Method):
+    """A release without one of the methods."""
+
+    encode = None  # type: ignore[assignment]
+
+
+_LIBRARIES: dict[str, tuple[str, Any, str | None, list[str]]] = {
+    "the oldest": ("0.11.0", Method, None, []),
+    "a build of one's own": ("0.20.1.dev3+g1234", Method, None, []),
+    "a version that is no number": ("dev", Method, None, []),
+    "newer than any that was tried": ("1.0.0", Method, None, ["newer than"]),
+    "arguments in another order": ("0.40.0", OtherOrder, "add_request does not begin with", ["newer than"]),
+    "an argument that has gone": ("0.40.0", NoPriority, "add_request has no argument priority", ["newer than"]),
+    "a method that has gone": ("0.40.0", NoEncode, "another interface", ["newer than"]),
+    "a class that has gone": ("0.40.0", None, "another interface", ["newer than"]),
+}
+
+
+@every_case("name", list(_LIBRARIES))
+def test_the_interface_of_a_release(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release is taken by its interface: one that differs is refused at the start, and not at the first request."""
+    version, engine, refused, logged = _LIBRARIES[name]
+    lines: list[str] = []
+    monkeypatch.setattr(model.pb.Logger, "log_info", lines.append)
+    for module, names in model.USED.items():
+        package = types.ModuleType(module)
+        package.__path__ = []
+        for one in names:
+            if (one, engine) != ("AsyncLLM", None):
+                setattr(package, one, engine)
+        package.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module, package)
+    for module in ("vllm.engine", "vllm.lora", "vllm.v1", "vllm.v1.engine"):
+        package = types.ModuleType(module)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, module, package)
+
+    if refused is None:
+        library = model.Library()
+        assert library.SamplingParams is engine
+        assert library.EngineCoreOutput is None
+        assert not library.has_collectors
+    else:
+        with pytest.raises(RuntimeError, match=refused):
+            model.Library()
+    assert len(logged) == len(lines)
+    assert all(part in line for part, line in zip(logged, lines, strict=True))
+
+
 class Logger:
     """Stands for vLLM's logger for Prometheus, which registers metrics when it is made."""
 
@@ -250,11 +332,32 @@ def test_the_load(model: Any, name: str) -> None:
     assert (100, 16) == (load["cache_blocks"], load["block_size"])
 
 
+class Output:
+    """An output of vLLM's engine: its struct says what its fields are, and what they are without a value."""
+
+    __struct_fields__ = ("request_id", "new_token_ids", "finish_reason", "new_logprobs", "num_nans_in_logits")
+    __struct_defaults__ = (None, None, 0)
+
+    def __init__(self, name: str, ids: list[int], **more: Any) -> None:
+        self.request_id = name
+        self.new_token_ids = ids
+        self.finish_reason = more.pop("finish_reason", None)
+        self.new_logprobs = more.pop("new_logprobs", None)
+        self.num_nans_in_logits = more.pop("num_nans_in_logits", 0)
+
+
+class OtherOutput(Output):
+    """One of a release with other fields."""
+
+    __struct_fields__ = ("new_token_ids", "request_id")
+
+
 class Processor:
     """What vLLM processes outputs with."""
 
-    def __init__(self, *, tracing: bool = False) -> None:
+    def __init__(self, *, tracing: bool = False, interval: int = 1) -> None:
         self.tracing_enabled = tracing
+        self.stream_interval = interval
         self.got: Any = None
 
     def process_outputs(self, outputs: Any, timestamp: Any = None, iteration_stats: Any = None, **more: Any) -> Any:
@@ -273,15 +376,115 @@ def test_times_of_tokens_are_not_taken(model: Any) -> None:
     """Unless vLLM sends traces, which have them; another interface stays as it is."""
     plain, tracing, other = Processor(), Processor(tracing=True), OtherProcessor()
     for processor in (plain, tracing, other):
-        model.skip_token_statistics(types.SimpleNamespace(output_processor=processor))
-    model.skip_token_statistics(types.SimpleNamespace())
-    assert "processed" == plain.process_outputs([1], 2.0, "times", weight_version="v")
-    tracing.process_outputs([1], 2.0, "times")
-    other.process_outputs([1], "times")
+        model.ShortWay.into(types.SimpleNamespace(output_processor=processor), OtherOutput)
+    assert model.ShortWay.into(types.SimpleNamespace(), Output) is None
+    output = OtherOutput("a", [5])
+    assert "processed" == plain.process_outputs([output], 2.0, "times", weight_version="v")
+    tracing.process_outputs([output], 2.0, "times")
+    other.process_outputs([output], "times")
 
-    assert ([1], 2.0, None, {"weight_version": "v"}) == plain.got
-    assert ([1], 2.0, "times", {}) == tracing.got
-    assert ([1], "times") == other.got
+    assert ([output], 2.0, None, {"weight_version": "v"}) == plain.got
+    assert ([output], 2.0, "times", {}) == tracing.got
+    assert ([output], "times") == other.got
+
+
+_WAYS = {
+    "tokens alone": (Processor(), Output("a", [5, 6]), [5, 6]),
+    "the last tokens": (Processor(), Output("a", [5], finish_reason="length"), None),
+    "log probabilities": (Processor(), Output("a", [5], new_logprobs=[-1.0]), None),
+    "a number that is not 0": (Processor(), Output("a", [5], num_nans_in_logits=2), None),
+    "those of another request": (Processor(), Output("b", [5]), None),
+    "an engine that holds tokens back": (Processor(interval=4), Output("a", [5]), None),
+    "outputs with other fields": (Processor(), OtherOutput("a", [5]), None),
+}
+
+
+@every_case("name", list(_WAYS))
+def test_tokens_go_the_short_way(model: Any, name: str) -> None:
+    """Where an output has nothing else, vLLM does not see it; all others go its way."""
+    processor, output, expected = _WAYS[name]
+    way = model.ShortWay.into(types.SimpleNamespace(output_processor=processor), type(output))
+    taken: list[Any] = []
+    way.open("a", taken.append)
+    processor.process_outputs([output], 1.0, None)
+    (left, *_) = processor.got
+
+    if expected is None:
+        assert ([], [output]) == (taken, left)
+    else:
+        assert ([expected], []) == (taken, left)
+
+
+def test_a_request_that_has_ended_leaves_the_short_way(model: Any) -> None:
+    """Nothing is kept of it."""
+    processor = Processor()
+    way = model.ShortWay.into(types.SimpleNamespace(output_processor=processor), Output)
+    way.open("a", None)
+    way.close("a")
+    way.close("a")
+    late = Output("a", [5])
+    processor.process_outputs([late])
+
+    assert [late] == processor.got[0]
+
+
+class Collector:
+    """vLLM's collector of a request, which the engine puts outputs into."""
+
+    def __init__(self, name: str, early: Any = None) -> None:
+        self.request_id = name
+        self._early = early
+
+    def get_nowait(self) -> Any:
+        return self._early
+
+
+class Beginning:
+    """An engine that has just taken a request."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self.prompts: list[Any] = []
+
+    async def add_request(self, name: str, prompt: Any, params: Any, **options: Any) -> Collector:
+        self.prompts.append(prompt)
+        return self._collector
+
+
+def output(ids: list[int], *, finished: bool = False) -> Any:
+    """Return an output as vLLM makes it."""
+    return types.SimpleNamespace(ids=ids, finished=finished)
+
+
+@every_case("early", [True, False])
+async def test_an_answer_takes_the_short_way_after_its_first_output(model: Any, early: bool) -> None:
+    """Its first output and its last one go vLLM's way, however early the first one comes."""
+    processor = Processor()
+    first = output([1])
+    collector = Collector("a-7")
+    if early:
+        collector = Collector("a-7", first)
+    engine = searching(model, Beginning(collector))
+    engine._library = types.SimpleNamespace(has_collectors=True)
+    engine._short_way = model.ShortWay.into(types.SimpleNamespace(output_processor=processor), Output)
+    stream = types.SimpleNamespace(name="a")
+    taken: list[Any] = []
+
+    def take(_: Any, one: Any) -> None:
+        taken.append(one)
+
+    await engine.generate(stream, {"ids": [1]}, [], take, take)
+    if not early:
+        processor.process_outputs([Output("a-7", [1])])
+        assert 1 == len(processor.got[0])
+        collector.put(first)  # type: ignore[attr-defined]
+    processor.process_outputs([Output("a-7", [2])])
+    last = output([3], finished=True)
+    collector.put(last)  # type: ignore[attr-defined]
+    processor.process_outputs([Output("a-7", [4])])
+
+    assert [first, [2], last] == taken
+    assert 1 == len(processor.got[0])
 
 
 class Scored:
@@ -320,6 +523,7 @@ def searching(model: Any, table: Any) -> Any:
     engine._engine = table
     engine._vocabulary = 100
     engine._arguments = {}
+    engine._encodes = False
     engine._sampling = lambda message: message
     return engine
 
@@ -396,6 +600,29 @@ def test_prompts_that_are_refused(model: Any, name: str) -> None:
     with pytest.raises(model.Refused, match=expected) as caught:
         engine._prompt(message, [b""])
     assert kind == caught.value.fields["kind"]
+
+
+_FORMS: dict[str, tuple[dict[str, Any], bool, Any]] = {
+    "token ids": ({"ids": [1], "salt": "s"}, False, "token"),
+    "a text": ({"prompt": "x"}, False, None),
+    "an image": ({"ids": [1], "media": [{"type": "image", "at": 0}]}, False, None),
+    "options of the processor": ({"ids": [1], "mm": {"size": 1}}, False, None),
+    "a model with an encoder": ({"ids": [1]}, True, None),
+}
+
+
+@every_case("name", list(_FORMS))
+def test_prompts_that_need_no_thread_of_vllm(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids alone are handed over as vLLM's renderer gives them; all else is left to it."""
+    message, encodes, expected = _FORMS[name]
+    monkeypatch.setattr(model, "multi_modal_data", lambda *_: {})
+    engine = searching(model, Table({}))
+    engine._multimodal = True
+    engine._encodes = encodes
+    prompt = engine._prompt(message, [b""])
+
+    assert expected == prompt.get("type")
+    assert message.get("salt") == prompt.get("cache_salt")
 
 
 def _request(*texts: str) -> Any:

@@ -36,8 +36,8 @@ class Sent:
         (tensor,) = [one for one in self.request.inputs if one.name == "carrier"]
         return list(json.loads(tensor.values[0]))
 
-    def answer(self, body: Any) -> None:
-        self.receiver.receive([JsonResponse({"response": json.dumps(body)}, "companion")])
+    def answer(self, *bodies: Any) -> None:
+        self.receiver.receive([JsonResponse({"response": json.dumps(body)}, "companion") for body in bodies])
 
 
 class Client:
@@ -66,9 +66,11 @@ class Reader:
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
+        self.deliveries: list[Any] = []
         self.ends: list[Exception | None] = []
 
     def receive(self, responses: Sequence[Any]) -> None:
+        self.deliveries += [response.delivery for response in responses]
         self.ids += [response.delivery.ids for response in responses]
 
     def end(self, error: Exception | None) -> None:
@@ -104,6 +106,30 @@ async def test_streams_share_a_carrier(client: Any, clock: Clock) -> None:
     carriers.close()
 
 
+async def test_what_comes_together_is_passed_on_together(client: Any, clock: Clock) -> None:
+    """The tokens of several responses become one for each stream, with all that came once; a lost one ends the rest."""
+    carriers = Carriers()
+    readers = [Reader(), Reader()]
+    for reader in readers:
+        carriers.stream(client, generation(), reader)
+    opening = client.sent[0]
+    scored = [[5, -1.0, 1, []]]
+    opening.answer({"n": 0, "d": []})
+    opening.answer(
+        {"n": 1, "d": [[1, [5], None, None, None, scored, None, [None]], [2, [6]]]},
+        {"n": 2, "d": [[1, [5], None, None, None, scored]]},
+        {"n": 3, "d": [[1, [7], "stop", 7, [3, 0, 3], scored], [2, [8]]]},
+        {"n": 5, "d": [[2, [9]]]},
+    )
+
+    assert [[[5, 5, 7]], [[6, 8]]] == [reader.ids for reader in readers]
+    (whole,) = readers[0].deliveries
+    assert ("stop", 7, (3, 0, 3), [None]) == (whole.finish, whole.stop, whole.usage, whole.prompt_logprobs)
+    assert 3 == len(whole.logprobs)
+    assert [None] == readers[0].ends
+    assert isinstance(readers[1].ends[0], InvalidAnswer)
+
+
 async def test_tokens_can_be_taken_one_by_one(client: Any, clock: Clock) -> None:
     """Where each token may end the answer, what came together is taken apart."""
     carriers, reader = Carriers(), Reader()
@@ -121,15 +147,15 @@ async def test_responses_are_acknowledged(client: Any, clock: Clock) -> None:
     carriers = Carriers()
     carriers.stream(client, generation(), Reader())
     opening = client.sent[0]
-    for number in range(9):
+    for number in range(17):
         opening.answer({"n": number, "d": []})
     (credit,) = client.of_kind("credit")
-    assert 8 == credit.place[2]
+    assert 16 == credit.place[2]
 
-    opening.answer({"n": 9, "d": []})
+    opening.answer({"n": 17, "d": []})
     carriers.stream(client, generation(), Reader())
     await turns()
-    assert 9 == client.sent[-1].place[2]
+    assert 17 == client.sent[-1].place[2]
     carriers.close()
 
 
