@@ -14,8 +14,10 @@ import pty
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _RECORDING = Path(__file__).parent / "images" / "demo.cast"
@@ -23,20 +25,37 @@ _WIDTH, _HEIGHT = 100, 30
 
 
 def main() -> None:
-    """Run the demo once and write what a terminal shows."""
+    """Run the demo once, on the port of ``make demo``, and write what a terminal shows."""
+    lines = recorded([sys.executable, "-m", "triton_openai", "demo", "--once"])
+    _RECORDING.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def recorded(command: Sequence[str]) -> list[str]:
+    """
+    Return the lines of a recording of *command*.
+
+    The recording has its output, but not what it writes to standard error. A command that fails ends this process with
+    that text, which has the reason.
+    """
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", _HEIGHT, _WIDTH, 0, 0))
     lines = [json.dumps({"version": 2, "width": _WIDTH, "height": _HEIGHT, "title": "make demo"})]
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     began = time.monotonic()
-    command = [sys.executable, "-m", "triton_openai", "demo", "--once"]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=subprocess.DEVNULL) as demo:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        subprocess.Popen(command, stdin=its, stdout=its, stderr=errors) as process,
+    ):
         os.close(its)
         while data := _read(ours):
             lines.append(json.dumps([round(time.monotonic() - began, 3), "o", decode(data)], ensure_ascii=False))
-    if demo.returncode:
-        sys.exit(f"The demo ended with status {demo.returncode}.")
-    _RECORDING.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        status = process.wait()
+        errors.seek(0)
+        reason = errors.read().strip()
+    os.close(ours)
+    if status:
+        sys.exit(f"The demo ended with status {status}.\n{reason}")
+    return lines
 
 
 def _read(terminal: int) -> bytes:

@@ -48,7 +48,9 @@ def main() -> None:
             printed = ""
             while "Ctrl-C" not in printed:
                 line = demo.stdout.readline()
-                assert line, "the demo ended"
+                if not line:
+                    # Its standard error is this process's: the reason stands there.
+                    sys.exit(f"The demo ended with status {demo.wait()}.")
                 printed += line
             address = re.search(r"http://[\d.]+:\d+", printed)
             assert address is not None

@@ -381,12 +381,12 @@ async function attach(files) {
 
 // What the reader does
 
-function keepDraft() {
+function keepTyped() {
   const chat = chats.chat();
   chat.draft = $("#prompt").value;
   for (const name of SETTINGS) if ($(`#${name}`).value || name !== "model") chat.settings[name] = $(`#${name}`).value;
   chat.settings.stream = $("#stream").checked;
-  chats.keep();
+  chats.keepTyped();
 }
 
 function leave() {
@@ -402,7 +402,7 @@ function startChat() {
 }
 
 $("#chat-form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-$("#chat-form").addEventListener("input", () => { keepDraft(); refreshCode(); });
+$("#chat-form").addEventListener("input", () => { keepTyped(); refreshCode(); });
 $("#prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
@@ -424,8 +424,8 @@ $("#attach").addEventListener("click", () => $("#files").click());
 $("#files").addEventListener("change", async () => { await attach([...$("#files").files]); $("#files").value = ""; });
 $("#new").addEventListener("click", startChat);
 $("#chats").addEventListener("change", () => { leave(); chats.choose($("#chats").value); showChat(); });
-$("#title").addEventListener("input", () => { chats.chat().title = $("#title").value.trim(); chats.keep(); });
-$("#title").addEventListener("change", showList);
+$("#title").addEventListener("input", () => { chats.chat().title = $("#title").value.trim(); chats.keepTyped(); });
+$("#title").addEventListener("change", () => { chats.keep(); showList(); });
 atSecondClick($("#delete"), "Delete it now?", () => { leave(); chats.remove(); showChat(); });
 atSecondClick($("#delete-all"), "Delete all now?", () => { leave(); chats.removeAll(); showChat(); });
 $("#export").addEventListener("click", () => download(chats.exported(), "chats.json"));
@@ -446,7 +446,7 @@ addEventListener("storage", ({ key }) => {
 });
 for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => {
   $(`#${button.dataset.example}`).value = JSON.stringify(EXAMPLES[button.dataset.example], null, 2);
-  keepDraft();
+  keepTyped();
   refreshCode();
 });
 showChat();

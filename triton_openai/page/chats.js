@@ -3,18 +3,45 @@
 // Each address of the service has its own.
 export const NAME = `triton-openai chats ${new URL(".", document.baseURI).pathname}`;
 const FIELDS = ["id", "title", "changed", "messages", "draft", "settings"];
+// What is typed changes with each key. It is kept for each chat alone, for all chats can be megabytes.
+const TYPED = ["title", "draft", "settings"];
 const ROLES = ["user", "assistant", "tool"];
 
 const kept = stored();
 let chats = kept.length ? kept : [made()];
 let current = chats[0];
+// Whether the browser keeps the current chat, to which what is typed can be added.
+let currentIsKept = kept.length > 0;
 
-/** Return the chats that this browser keeps. */
+/** Return the chats that this browser keeps, with what was typed in them since. */
 function stored() {
   try {
-    return JSON.parse(localStorage.getItem(NAME) ?? "[]").filter(isChat).map(whole);
+    return JSON.parse(localStorage.getItem(NAME) ?? "[]").filter(isChat).map(withTyped).map(whole);
   } catch { /* The browser keeps nothing, or something else is there. */ }
   return [];
+}
+
+/** Return the name under which the browser keeps what is typed in a chat. */
+function typedName(one) {
+  return `${NAME} typed ${one.id}`;
+}
+
+function withTyped(one) {
+  try {
+    const typed = JSON.parse(localStorage.getItem(typedName(one))) ?? {};
+    return { ...one, ...picked(typed, TYPED.filter((name) => name in typed)) };
+  } catch { /* Something else is there. */ }
+  return one;
+}
+
+function forget(name) {
+  try {
+    localStorage.removeItem(name);
+  } catch { /* The browser keeps nothing. */ }
+}
+
+function picked(one, fields) {
+  return Object.fromEntries(fields.map((name) => [name, one[name]]));
 }
 
 /** Return whether something that was kept or imported is a chat that the page can show. */
@@ -46,8 +73,13 @@ function made() {
 /** Keep all chats. Where there is no room, the oldest attachments go, and then the oldest chats. */
 export function keep() {
   current.changed = Date.now();
-  const kept = chats.filter((chat) => chat.messages.length || chat === current)
-    .map((chat) => Object.fromEntries(FIELDS.map((name) => [name, chat[name]])));
+  currentIsKept = true;
+  const kept = [];
+  for (const chat of chats) {
+    const stays = chat.messages.length > 0 || chat === current;
+    if (stays) kept.push(picked(chat, FIELDS));
+    if (!stays || chat === current) forget(typedName(chat));
+  }
   while (kept.length) {
     try {
       localStorage.setItem(NAME, JSON.stringify(kept));
@@ -60,6 +92,20 @@ export function keep() {
   }
 }
 
+/** Keep what is typed in the current chat: its draft, its title and its settings. */
+export function keepTyped() {
+  if (!currentIsKept) {
+    keep();
+    return;
+  }
+  try {
+    localStorage.setItem(typedName(current), JSON.stringify(picked(current, TYPED)));
+  } catch {
+    // There is no room: `keep` makes some.
+    keep();
+  }
+}
+
 /**
  * Take what another tab has kept: without it, the next `keep` here would lose it. The current chat stays as it is while it
  * is `busy`, and its draft in any case. Return whether its messages are others now.
@@ -68,6 +114,7 @@ export function takeOthers(busy) {
   chats = stored();
   const index = chats.findIndex((one) => one.id === current.id);
   const mine = current;
+  currentIsKept = index >= 0;
   if (index < 0) chats.unshift(mine);
   else if (busy) chats[index] = mine;
   else current = Object.assign(chats[index], { draft: mine.draft || chats[index].draft });
@@ -93,9 +140,12 @@ export function begin() {
 
 export function choose(id) {
   current = chats.find((one) => one.id === id) ?? current;
+  // One without messages is kept while it is the current one.
+  currentIsKept = current.messages.length > 0;
 }
 
 export function remove() {
+  forget(typedName(current));
   chats = chats.filter((one) => one !== current);
   if (!chats.length) chats.push({ ...made(), settings: { ...current.settings } });
   current = chats[0];
@@ -103,6 +153,7 @@ export function remove() {
 }
 
 export function removeAll() {
+  for (const chat of chats) forget(typedName(chat));
   chats = [made()];
   current = chats[0];
   keep();

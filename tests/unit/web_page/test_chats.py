@@ -44,7 +44,11 @@ WRONG = (
 
 @needs("Node.js")
 def test_chats_of_files_and_of_other_tabs() -> None:
-    """Only a chat that can be shown is taken. What another tab keeps is not lost, and a draft stays."""
+    """
+    Only a chat that can be shown is taken. What another tab keeps is not lost, and a draft stays.
+
+    What is typed is written alone, however long the chats are, and is there after a reload.
+    """
     command = [found("Node.js"), str(Path(__file__).with_name("chats.mjs")), str(MODULE)]
     done = subprocess.run(command, input=json.dumps([*RIGHT, *WRONG]), capture_output=True, text=True, check=True)
     made = json.loads(done.stdout)
@@ -52,3 +56,6 @@ def test_chats_of_files_and_of_other_tabs() -> None:
     assert ["one", "three", "two"] == made["texts"]
     assert made["changed"]
     assert ["draft"] == made["drafts"]
+    assert 1_000 > made["typed"].pop("largest")
+    drafts = {"afterReload": "Hey", "afterLeaving": "Hey", "afterSending": "", "ofNew": "new"}
+    assert {**drafts, "withOthers": True, "left": False} == made["typed"]
