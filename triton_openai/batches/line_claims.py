@@ -115,6 +115,8 @@ class LineClaims:
                 continue
             if self._exhausted.get(batch.id) == blocked:
                 continue
+            if running is not None:
+                chunk = max(_MIN_CHUNK, chunk - running.ready(blocked))
             if await self._claim(batch, running, chunk, blocked):
                 return True
             self._exhausted[batch.id] = blocked

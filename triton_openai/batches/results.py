@@ -137,7 +137,8 @@ class Results:
                     target = output
                 assert target is not None
                 data = os.pread(parts[row.part], row.length, row.offset)
-                if len(data) < row.length:
+                # Each result is a line. What was cut off and written to again has null bytes.
+                if len(data) < row.length or not data.endswith(b"\n"):
                     raise ResultsMissing
                 target.put(data)
 

@@ -365,9 +365,9 @@ class Engines:
             self.free += (now - last) * (self._places * len(self._names) - live)
             last = now
             event(now)
-            for process, limits in enumerate(self._limits):
+            for number, limits in enumerate(self._limits):
                 while (limit := limits.take("m")) is not None:
-                    self._enter(now, limit.endpoint, process, limit)
+                    self._enter(now, limit.endpoint, number, limit)
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
