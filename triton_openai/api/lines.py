@@ -123,6 +123,12 @@ class LineHost:
             return None
         return served.triton_model
 
+    def live(self, target: str) -> int | None:
+        return self._service.admission.live(target)
+
+    def capacity(self, target: str) -> float:
+        return self._service.admission.capacity(target)
+
     def has_room(self, target: str, running: int) -> bool:
         return self._service.admission.spare(target, running, self.settings.max_share)
 

@@ -19,11 +19,11 @@ import structlog
 from triton_openai import errors
 from triton_openai.batches import timing
 from triton_openai.batches.enqueued import enqueue, fail_with_results, max_inputs_of
-from triton_openai.batches.file_folder import Files
+from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.outcomes import Outcome, early_outcome
-from triton_openai.batches.results import Results, add_result
+from triton_openai.batches.results import Results, ResultsMissing, add_result
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.running_life import RunningLife
 from triton_openai.errors import ServiceError
@@ -77,6 +77,9 @@ class BatchLifecycle:
                 return
             except FileNotFoundError:
                 life.problems = [missing_input()]
+            except ResultsMissing:
+                _log.error("results of a batch are missing", batch=life.batch.id)
+                life.problems = [missing_results()]
             except (OSError, ServiceError) as error:
                 if life.phase not in (Phase.PAUSED, Phase.LOST):
                     reason = getattr(error, "reason", str(error))
@@ -90,6 +93,9 @@ class BatchLifecycle:
 
     async def _advance(self, life: RunningLife) -> None:
         """Take the next step, or wait until there is one."""
+        if life.phase is Phase.PAUSED:
+            # What failed may have been done nevertheless.
+            life.batch = await self._store.batches.reload(life.batch)
         batch = life.batch
         if batch.problems and not batch.outcome:
             # A process that runs lines has reported them.
@@ -97,9 +103,7 @@ class BatchLifecycle:
         if life.problems:
             ended = await self._fail(life)
         elif batch.outcome:
-            await self._open_input(life)
-            sizes = await self._results.make_files(batch, life.input)
-            ended = await self._end(life, sizes)
+            ended = await self._end(life, await self._make_files(life))
         elif "validated_at" not in batch.times:
             await self._open_input(life)
             await self._validate(life)
@@ -114,6 +118,16 @@ class BatchLifecycle:
         if life.input < 0:
             life.input = await self._files.open_input(life.batch)
 
+    async def _make_files(self, life: RunningLife) -> Mapping[str, int]:
+        """Write the files of a batch whose outcome is decided; return the bytes of each by its id."""
+        batch = life.batch
+        if not (batch.output or batch.errors):
+            return {}
+        if batch.unfinished:
+            # Lines that never ran have their names there.
+            await self._open_input(life)
+        return await self._results.make_files(batch, life.input)
+
     # Validation
 
     async def _validate(self, life: RunningLife) -> None:
@@ -124,6 +138,7 @@ class BatchLifecycle:
             life.problems = [problem]
             return
         await self._store.lines.clear(batch)
+        await self._store.lines.delete(batch.id, batch.generation)
         make = partial(
             InputReader,
             life.input,
@@ -137,9 +152,9 @@ class BatchLifecycle:
         )
         # By the names that lines have for models: those with which the host finds them.
         names: dict[str, str] = {}
-        with closing(await asyncio.to_thread(make)) as reader:
+        with closing(await on_disk(make)) as reader:
             checked = 0
-            while lines := await asyncio.to_thread(reader.read, _CHUNK):
+            while lines := await on_disk(reader.read, _CHUNK):
                 for (model, brings_template), number in list(reader.asked.items())[checked:]:
                     name = await self._check_model(reader, life, model, brings_template, number)
                     names.setdefault(model, name)
@@ -245,6 +260,8 @@ class BatchLifecycle:
     async def _fail(self, life: RunningLife) -> bool:
         """End a batch as failed, without files; return ``False`` while a process runs lines."""
         problems = list(life.problems)
+        # Those that were made before the batch failed.
+        files = [file_id for file_id in (life.batch.output, life.batch.errors) if file_id]
 
         def fail(batch: Batch) -> None:
             batch.outcome = "failed"
@@ -259,6 +276,7 @@ class BatchLifecycle:
             self._announce()
             return False
         life.batch = decided
+        await self._files.unlink(*files)
         return await self._end(life, {})
 
     async def _end(self, life: RunningLife, sizes: Mapping[str, int]) -> bool:
@@ -292,14 +310,21 @@ class BatchLifecycle:
         self._series(BATCH_LINES, "never_ran").inc(ended.unfinished)
         counts = {"total": ended.total, "completed": ended.succeeded, "failed": ended.failed}
         _log.info("batch ended", batch=ended.id, status=ended.status, **counts)
+        # What remains is swept.
         with suppress(ServiceError):
             await self._files.clear(ended)
+            await self._store.lines.delete(ended.id)
         return True
 
 
 def missing_input() -> BatchError:
     """Return the problem of a batch whose input is gone."""
     return BatchError(code="input_file_missing", message="The input file is not there any more.")
+
+
+def missing_results() -> BatchError:
+    """Return the problem of a batch whose results are gone."""
+    return BatchError(code="results_missing", message="Results of the batch are not there any more.")
 
 
 def failed_to_run() -> BatchError:

@@ -28,6 +28,7 @@ from triton_openai.batches.line_claims import LineClaims
 from triton_openai.batches.line_limits import ModelLimits
 from triton_openai.batches.line_runner import LineRunner
 from triton_openai.batches.line_schedule import LineSchedule
+from triton_openai.batches.notifications import Notifications
 from triton_openai.batches.part_runner import PartRunner
 from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.results import Results
@@ -73,6 +74,7 @@ class BatchRunner:
         self._next_sweep = 0.0
         self._changed = Look(changed=False, polls=False)
         self._sweeping: asyncio.Task[None] | None = None
+        self._notifications = Notifications(files.store, self.wake)
         self._failing = False
         holder = os.urandom(16).hex()
         wake = self._woken.set
@@ -109,10 +111,6 @@ class BatchRunner:
         self._announces = True
         self._woken.set()
 
-    def _on_notification(self) -> None:
-        """Read the tables now, in all processes of this machine: a process has changed them."""
-        self.wake()
-
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
@@ -136,13 +134,14 @@ class BatchRunner:
         if self._looks or due or self._claims.renewal_due:
             self._looks = False
             polls = due or self._changed.polls
-            self._next_poll = now + await self._poll_seconds()
+            self._next_poll = now + self._poll_seconds()
             self._line_claims.reset()
             if await self._claims.update(polls=polls):
                 # There may be another one.
                 self._looks = True
                 self._woken.set()
-        if self._changed.polls and now >= self._next_sweep:
+        swept = self._sweeping is None or self._sweeping.done()
+        if self._changed.polls and now >= self._next_sweep and swept:
             self._next_sweep = now + timing.SWEEP
             # In a task, so that leases are renewed meanwhile, however many files there are.
             self._sweeping = asyncio.create_task(self._sweep())
@@ -163,11 +162,12 @@ class BatchRunner:
             self._changed = await on_disk(changes.look)
             self._looks = self._looks or self._changed.changed
 
-    async def _poll_seconds(self) -> float:
+    def _poll_seconds(self) -> float:
         """Return the seconds until the tables are read again without a reason."""
         if not self._changed.polls:
             return _PATIENCE * timing.POLL
-        if await self._store.listen(self._on_notification):
+        self._notifications.check()
+        if self._notifications.active:
             return timing.NOTIFIED_POLL
         return timing.POLL
 
@@ -176,6 +176,8 @@ class BatchRunner:
             await self._files.sweep()
         except (ServiceError, OSError) as error:
             _log.warning("expired files are not deleted yet", reason=getattr(error, "reason", str(error)))
+        except Exception:  # noqa: BLE001 - the last resort: logged, and tried again
+            _log.exception("expired files are not deleted yet")
 
     def _pause(self, error: Exception) -> None:
         expected = isinstance(error, ServiceError)
@@ -209,6 +211,7 @@ class BatchRunner:
         """Release all batches: lines that run wait again. Call it after :meth:`run` was cancelled."""
         if self._sweeping is not None:
             await cancel(self._sweeping)
+        await self._notifications.close()
         await self._away.close()
         await self._trouble.close()
         await self._parts.close()

@@ -93,10 +93,12 @@ class BucketFiles(Files):
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
         """Create the object *key* from the bytes of a file from *start* on. Raises :class:`StoreUnavailable`."""
-        content = BufferedReader(FileIO(descriptor, closefd=False))
+        # A descriptor of its own: a thread may still read after the caller was cancelled and has closed the other one.
+        content = BufferedReader(FileIO(os.dup(descriptor)))
         content.seek(start)
         with _reported():
             await obstore.put_async(self.bucket, key, content, chunk_size=_PART, max_concurrency=_AT_ONCE)
+        content.close()
 
     async def read(self, name: str, start: int, end: int) -> bytes:
         """

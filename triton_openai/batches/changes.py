@@ -47,6 +47,9 @@ class Changes:
 
     def look(self) -> Look:
         """Look at the file, and become the poller if there is none. Raises :class:`OSError`."""
+        if self._lock >= 0 and not self._is_current(self._lock):
+            # The file was deleted: others lock another one.
+            self.close()
         if self._lock < 0:
             self._lock = self._try_lock()
         status = self._path.stat()
@@ -54,6 +57,13 @@ class Changes:
         changed = found != self._seen
         self._seen = found
         return Look(changed, self._lock >= 0)
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Return whether *descriptor* is of the file that has the path now."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def _try_lock(self) -> int:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

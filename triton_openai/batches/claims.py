@@ -8,6 +8,7 @@ then claim its batches and lines at once; others wait until the leases expire.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from triton_openai.batches.host import Host
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.running_life import RunningLife
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_records import Batch, Part
+from triton_openai.storage.batch_records import Batch, LeaseLost, Part
 from triton_openai.storage.lease_table import Overview
 from triton_openai.tasks import cancel
 
@@ -60,6 +61,10 @@ class Claims:
         #: The batches that have not ended, the oldest first, when this process looked last.
         self.open: Sequence[Batch] = ()
         self._next_renewal = 0.0
+        # By how much the clock of the database is ahead of this process's monotonic one, and until when leases that
+        # have expired by it are left alone because it leapt.
+        self._clock_ahead = math.inf
+        self._distrusted_until = 0.0
         # The descriptor of the lock; -1 before the first claim.
         self._lock = -1
 
@@ -76,17 +81,54 @@ class Claims:
         """
         if self.renewal_due:
             lease = self._host.settings.lease
-            self._next_renewal = time.monotonic() + lease / _RENEWALS
+            due = time.monotonic() + lease / _RENEWALS
             await self._leases.renew(self._holder, lease)
-        if polls:
-            await self._expire_stale()
+            self._next_renewal = due
         parts = list(self._batches.values())
         lives = list(self.lives.values())
         overview = await self._leases.overview(self._holder)
         self._compare_parts(parts, overview)
         self._compare_lives(lives, overview)
+        await self._release_unknown(parts, lives, overview)
         self.open = overview.batches
+        self._note_clock(overview.clock)
+        if time.monotonic() < self._distrusted_until:
+            return False
+        if polls:
+            await self._expire_stale()
         return not self._host.stopping and await self._claim()
+
+    def _note_clock(self, clock: float) -> None:
+        """
+        Claim nothing for a while after the *clock* of the database has leapt ahead.
+
+        All leases seem to have expired then, also those of processes that run. They renew them meanwhile.
+        """
+        ahead = clock - time.monotonic()
+        lease = self._host.settings.lease
+        if ahead - self._clock_ahead > lease / _RENEWALS:
+            _log.warning("the clock of the database leapt ahead, leases are renewed", seconds=ahead - self._clock_ahead)
+            self._distrusted_until = time.monotonic() + 2 * lease / _RENEWALS
+            self._next_renewal = 0.0
+        self._clock_ahead = ahead
+
+    async def _release_unknown(
+        self, parts: Sequence[RunningBatch], lives: Sequence[RunningLife], overview: Overview
+    ) -> None:
+        """
+        End the leases of this process that it did not have before the *overview*.
+
+        A claim whose answer was lost left them: the database has made it. They would be renewed without end.
+        """
+        known = {running.part for running in parts}
+        known |= {Part(life.batch.id, 0) for life in lives}
+        # The validation of a batch claims a part of it.
+        validated = {life.batch.id for life in lives if "validated_at" not in life.batch.times}
+        for part in overview.leases:
+            if part not in known and part.batch not in validated:
+                _log.warning("lease of a lost claim released", batch=part.batch, part=part.number)
+                with suppress(LeaseLost):
+                    await self._leases.release_unknown(part, self._holder)
 
     def _compare_parts(self, parts: Sequence[RunningBatch], overview: Overview) -> None:
         """Note what others have done to *parts*, which this process had before the overview."""

@@ -189,6 +189,10 @@ class Files:
         incomplete = await on_disk(names_before, self.folder, (".new", ".part", ".requests", ".upload"), before)
         batches = await self.store.batches.open_ids()
         await on_disk(self._unlink, [name for name in incomplete if _owner_of(name) not in batches])
+        for batch_id in await self.store.lines.ended_batches():
+            # Their process has ended before it had deleted them.
+            await self.store.lines.delete(batch_id)
+        await self.store.slots.delete_expired()
         if expired:
             _log.info("files expired", number=len(expired))
         for owner in await self.store.files.owners():

@@ -91,6 +91,12 @@ class Host(Protocol):
     def target(self, model: str) -> str | None:
         """Return the Triton model behind the name *model*; ``None`` while it is not served."""
 
+    def live(self, target: str) -> int | None:
+        """Return how many live requests for *target* run in this process; ``None`` if none came for a minute."""
+
+    def capacity(self, target: str) -> float:
+        """Return how many requests for *target* the settings allow this process; infinity if they do not say that."""
+
     def has_room(self, target: str, running: int) -> bool:
         """Return whether live requests for *target* leave room for another line while *running* lines run."""
 

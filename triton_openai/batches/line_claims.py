@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from triton_openai.batches import timing
 from triton_openai.batches.away_models import AwayModels
@@ -24,6 +25,11 @@ from triton_openai.storage.batch_records import Batch, LeaseLost
 # The smallest chunk, and the chunk for a model of which no line has run.
 _MIN_CHUNK = 4
 _FIRST_CHUNK = 16
+# Of the lines without a result, a process claims this part in advance, so that near the end no process has lines that
+# wait while another one has none.
+_AHEAD_DIVISOR = 16
+# Lines that wait are given back where they are so many times as many as may run.
+_MAX_WAITING = 2
 
 
 class LineClaims:
@@ -76,6 +82,7 @@ class LineClaims:
         if self._host.stopping or settings.paused or not is_open(settings.hours):
             return False
         for running in list(self._batches.values()):
+            await self._reconcile(running)
             await self._give_back(running)
         by_owner: dict[str, list[Batch]] = {}
         for batch in self._claims.open:
@@ -94,7 +101,7 @@ class LineClaims:
         """
         for batch in batches:
             running = self._batches.get(batch.id)
-            if running is not None and running.starting is not None:
+            if running is not None and (running.starting is not None or running.unsure):
                 return False
             if running is not None and (running.phase is not Phase.RUNNING or running.backlogged):
                 continue
@@ -108,36 +115,80 @@ class LineClaims:
                 continue
             if self._exhausted.get(batch.id) == blocked:
                 continue
+            if running is not None:
+                chunk = max(_MIN_CHUNK, chunk - running.ready(blocked))
             if await self._claim(batch, running, chunk, blocked):
                 return True
             self._exhausted[batch.id] = blocked
         return False
 
-    async def _give_back(self, running: RunningBatch) -> None:
-        """Give lines back that could not start for a while: another process may have room for them."""
-        if running.active or not running.waiting or time.monotonic() - running.moved_at < timing.GIVE_BACK:
+    async def _reconcile(self, running: RunningBatch) -> None:
+        """Read which lines this process has, after a failure that left it unknown."""
+        if not running.unsure or running.starting is not None or not running.runs_lines:
             return
-        crowded = [model for model in running.waiting if model not in self._away and not self._limits.has_room(model)]
-        numbers = [line.number for model in crowded for line in running.waiting[model]]
+        try:
+            claimed = await self._lines.claimed(running.part)
+        except LeaseLost:
+            running.lose()
+            return
+        running.unsure = False
+        here = running.numbers()
+        running.add_waiting([line for line in claimed if line.number not in here])
+
+    async def _give_back(self, running: RunningBatch) -> None:
+        """
+        Give lines back, so that other processes run them.
+
+        These are lines that could not start for a while, and those that are many more than may run here now.
+        """
+        crowded = self._crowded_models(running)
+        numbers: list[int] = []
+        for model, lines in running.waiting.items():
+            keep: int | None = 0
+            if model not in crowded:
+                keep = self._max_waiting(model)
+            if keep is None:
+                continue
+            numbers += [line.number for line in islice(lines, keep, None)]
         if not numbers:
             return
+        running.drop(numbers)
+        running.unsure = True
         try:
             await self._lines.give_back(running.part, numbers)
         except LeaseLost:
             running.lose()
             return
-        for model in crowded:
-            del running.waiting[model]
+        running.unsure = False
         self._crowded.update(crowded)
         self._announce()
 
+    def _crowded_models(self, running: RunningBatch) -> Collection[str]:
+        """Return the models whose lines could not start for a while."""
+        if running.active or time.monotonic() - running.moved_at < timing.GIVE_BACK:
+            return ()
+        return [model for model in running.waiting if model not in self._away and not self._limits.has_room(model)]
+
+    def _max_waiting(self, model: str) -> int | None:
+        """Return how many lines for *model* may wait here; ``None`` for any number."""
+        target = self._host.target(model)
+        if target is None or model in self._away:
+            return None
+        return _MAX_WAITING * max(_FIRST_CHUNK, self._limits.allowed_for(target))
+
     def _chunk(self, batch: Batch) -> int:
-        """Return how many lines of *batch* may run here."""
+        """Return how many lines of *batch* to claim: those that may start here now, and some in advance."""
         targets = set(self._limits.targets)
         if batch.model is not None:
             target = self._host.target(batch.model)
             targets &= {target or ""}
-        return max([_FIRST_CHUNK, *(self._limits.allowed_for(target) for target in targets)])
+        ahead = max(_MIN_CHUNK, batch.unfinished // _AHEAD_DIVISOR)
+        chunks = [min(_FIRST_CHUNK, _FIRST_CHUNK // 2 + ahead)]
+        for target in targets:
+            allowed = self._limits.allowed_for(target)
+            room = min(allowed, self._limits.slots.get(target, allowed)) - self._limits.running_for(target)
+            chunks.append(min(allowed, max(0, room) + ahead))
+        return max(chunks)
 
     def _blocked(self, running: RunningBatch | None, chunk: int) -> Collection[str]:
         """Return the models for which no lines are claimed: those that are away, and those with enough lines here."""
@@ -155,11 +206,13 @@ class LineClaims:
         """Claim lines of *batch*; return whether there were any."""
         if running is None:
             return await self._join(batch, chunk, without)
+        running.unsure = True
         try:
             lines = await self._lines.claim(running.part, chunk, without)
         except LeaseLost:
             running.lose()
             return False
+        running.unsure = False
         running.more = len(lines) >= chunk
         running.add_waiting(lines)
         return bool(lines)

@@ -1,9 +1,9 @@
 """
-How many lines run at the same time: more while nothing shows trouble, fewer when something does.
+How many lines run at the same time: more while nothing shows saturation, fewer when something does.
 
-Each model has a limit at each Triton. A limit doubles with each window of lines that succeeded until the first trouble;
-from then on it grows by a part. Refusals and long waits of live requests halve it, and a queue in front of the engine
-takes the queued lines away from it.
+Each model has a limit at each Triton, which counts lines and live requests. It grows fast until the first sign of
+saturation, and slowly from then on (slow start and additive increase, as TCP has them). Refusals and long waits of live
+requests halve the part of the lines, and a queue in front of the engine sets the limit to what the engine runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches.host import Host
+from triton_openai.shares import live_reserve
 from triton_openai.storage.batch_records import Line
 
-# How many lines run at first.
+# How many lines run at first, where no setting says what the engine can run.
 _FIRST = 8
-# After the first trouble, a limit grows by this part with each window of lines that succeeded.
+# After the first saturation, a limit grows by this part with each window of lines that succeeded.
 _GROWTH_DIVISOR = 8
-# Beside live requests, it grows by less, and a queue makes it leave them a part of the engine.
-_GROWTH_DIVISOR_BESIDE_LIVE = 32
-_SHARE_BESIDE_LIVE = 0.8
+# Beside live requests, it grows by less: each growth beyond what the engine runs makes some of them wait.
+_GROWTH_DIVISOR_BESIDE_LIVE = 64
 # A queue of this part of the running lines keeps the engine busy. A limit does not grow then, and does not shrink.
 _QUEUE_SHARE = 0.05
 # A queue takes no more than this part of a limit away at once.
@@ -34,29 +34,47 @@ class Limit:
     """
     How many lines for one model run at one Triton: *max_running*, or fewer.
 
-    *endpoint* is the name of the Triton; it is empty for all of them together.
+    *endpoint* is the name of the Triton; it is empty for all of them together. *first* is how many run at first.
     """
 
-    def __init__(self, max_running: int, endpoint: str = "") -> None:
+    def __init__(self, max_running: int, endpoint: str = "", *, first: float = _FIRST) -> None:
         self.endpoint = endpoint
         self.max_running = max_running
         self.running = 0
-        self.allowed = min(_FIRST, max_running)
+        #: How many requests of this process may run: in slow start lines alone, then lines and live requests.
+        self.allowed = max(1, math.ceil(min(first, max_running)))
+        #: Whether live requests came lately, how many of this process run now, and how much to keep free for new ones.
+        self.live_lately = False
+        self.live = 0.0
+        self.reserve = 0.0
         self._succeeded = 0
         self._halved_at = 0.0
-        # Whether there was no trouble yet, and whether the engine has a queue.
-        self._doubles = True
+        # Whether nothing has shown saturation yet, and whether the engine has a queue.
+        self._slow_start = True
         self._queued = False
-        # Whether live requests come, too.
-        self._live = False
         # When the Triton ended last, and how many lines ran then.
         self._died_at = 0.0
         self._ran = 0
 
     @property
+    def lines(self) -> int:
+        """How many lines may run now, beside the live requests that run: 1 at least."""
+        lines = self.allowed
+        if not self._slow_start:
+            lines = math.floor(self.allowed - self.live - self.reserve)
+        return min(max(1, lines), self.max_running)
+
+    @property
+    def _total(self) -> int:
+        """How many lines and live requests may run."""
+        if self._slow_start:
+            return self.allowed + math.ceil(self.live)
+        return self.allowed
+
+    @property
     def has_room(self) -> bool:
         """Whether another line may run now."""
-        return self.running < min(self.allowed, self.max_running)
+        return self.running < self.lines
 
     def leave(self) -> None:
         """Count a line out."""
@@ -64,49 +82,57 @@ class Limit:
 
     def succeeded(self) -> None:
         """Note a line that was answered. A limit that is not used up does not grow: it shows nothing about more."""
-        if self._queued or 2 * self.running < self.allowed:
+        if self._queued or 2 * self.running < self.lines:
             return
         self._succeeded += 1
-        if self._doubles:
+        if self._slow_start:
             growth = 1
         elif self._succeeded >= self.allowed:
             growth = max(1, self.allowed // self._growth_divisor)
         else:
             return
         self._succeeded = 0
+        self._grow(growth)
+
+    @property
+    def _growth_divisor(self) -> int:
+        if self.live_lately:
+            return _GROWTH_DIVISOR_BESIDE_LIVE
+        return _GROWTH_DIVISOR
+
+    def _grow(self, growth: int) -> None:
         self.allowed = min(self.allowed + growth, self.max_running)
 
     def overloaded(self, started_at: float) -> None:
         """Note the refusal of a line that started at a time. Refusals of lines of the same window count once."""
         if started_at > self._halved_at:
-            self._shrink(self.allowed // 2)
+            self._shrink(self._total - self.lines // 2)
             self._halved_at = time.monotonic()
 
-    def queue(self, waiting: float, *, live: bool = False) -> None:
+    def queue(self, waiting: float | None) -> None:
         """
-        Note that so many lines of this process wait in front of the engine.
+        Note that so many requests of this process wait in front of the engine; ``None`` if that is not known.
 
-        Beside *live* requests, which wait there too, lines leave room for them.
+        In slow start, a limit that is used up and makes no queue is doubled at once.
         """
-        self._queued = waiting > 0
-        self._live = live
-        if live and waiting > 0:
-            self._shrink(min(self.allowed, int(_SHARE_BESIDE_LIVE * (self.running - waiting))))
-        elif waiting > max(1.0, _QUEUE_SHARE * self.running):
-            loss = min(waiting, _MAX_LOSS * self.running)
+        self._queued = waiting is not None and waiting > 0
+        if waiting is None:
+            return
+        running = self.running + self.live
+        if self.live_lately and waiting > 0:
+            # What the engine runs is all that it can run.
+            self._shrink(min(self._total, math.floor(running - waiting)))
+        elif waiting > max(1.0, _QUEUE_SHARE * running):
+            loss = min(waiting, _MAX_LOSS * running)
             # Until the lines have ended, each look shows the same queue.
-            self._shrink(min(self.allowed, self.running - math.ceil(loss)))
-
-    @property
-    def _growth_divisor(self) -> int:
-        if self._live:
-            return _GROWTH_DIVISOR_BESIDE_LIVE
-        return _GROWTH_DIVISOR
+            self._shrink(min(self._total, math.floor(running - loss)))
+        elif self._slow_start and not waiting and not self.live_lately and self.running >= self.allowed:
+            self._grow(self.allowed)
 
     def _shrink(self, allowed: int) -> None:
         self.allowed = max(1, allowed)
         self._succeeded = 0
-        self._doubles = False
+        self._slow_start = False
 
     def died(self, started_at: float) -> int:
         """
@@ -157,7 +183,7 @@ class ModelLimits:
 
     def allowed_for(self, target: str) -> int:
         """Return how many lines of a Triton model may run, whatever other processes run."""
-        return sum(min(limit.allowed, limit.max_running) for limit in self.of(target))
+        return sum(limit.lines for limit in self.of(target))
 
     def of(self, target: str) -> Sequence[Limit]:
         """Return the limits of a Triton model at the Tritons that take lines for it now."""
@@ -168,8 +194,37 @@ class ModelLimits:
             names = ("",)
             max_running = self.total(target)
         for name in names:
-            limits.setdefault(name, Limit(max_running, name)).max_running = max_running
-        return [limits[name] for name in names]
+            if name not in limits:
+                limits[name] = Limit(max_running, name, first=self._first(target, len(names)))
+        for name in [name for name, limit in limits.items() if name not in names and not limit.running]:
+            # Its Triton does not take requests any more.
+            del limits[name]
+        used = [limits[name] for name in names]
+        self._update(target, used, max_running)
+        return used
+
+    def _first(self, target: str, tritons: int) -> float:
+        """Return with how many lines a limit begins: with all that the settings allow, if they say what that is."""
+        capacity = self._host.capacity(target)
+        if capacity == math.inf:
+            return _FIRST
+        return capacity / tritons
+
+    def _update(self, target: str, limits: Sequence[Limit], max_running: int) -> None:
+        """Set what *limits*, which are all of a Triton model, depend on now."""
+        live = self._host.live(target)
+        part = 0.0
+        reserve = 0.0
+        if live is not None:
+            # Live requests go to the Triton with the fewest, so each has about the same part of them.
+            part = live / len(limits)
+            total = sum(limit.allowed for limit in limits)
+            reserve = live_reserve(live, total) / len(limits) + 1
+        for limit in limits:
+            limit.max_running = max_running
+            limit.live_lately = live is not None
+            limit.live = part
+            limit.reserve = reserve
 
     def total(self, target: str) -> int:
         """Return how many lines of a Triton model all processes may run together."""

@@ -182,6 +182,7 @@ class LineRunner:
                 outcome = await self._host.answer(batch, custom_id, body, started.reservation, started.limit.endpoint)
                 outcome = await self._result_of(running, started, outcome, started_at)
             if outcome is not None:
+                running.attempts.pop(line.number, None)
                 await add_result(running, line, custom_id, outcome)
         except Exception:  # noqa: BLE001 - the last resort: logged, and the line is tried again
             _log.exception("line failed", batch=batch.id, line=line.number)

@@ -35,6 +35,10 @@ _NEVER_RAN = {
 }
 
 
+class ResultsMissing(Exception):
+    """The file of a part does not have the results that the table says it has."""
+
+
 class Results:
     """Stores the results of batches in *files*, and counts them in the *series* of metrics."""
 
@@ -104,7 +108,8 @@ class Results:
         """
         Write the files of all results of *batch* in the order of its input, and return the bytes of each by its id.
 
-        *descriptor* is that of the input. Doing it again writes the same files.
+        *descriptor* is that of the input; -1 if all lines have results. Doing it again writes the same files. Raises
+        :class:`ResultsMissing`.
         """
         writings: dict[str, Writing] = {}
         with ExitStack() as stack:
@@ -131,12 +136,19 @@ class Results:
                 if row.state == SUCCEEDED:
                     target = output
                 assert target is not None
-                target.put(os.pread(parts[row.part], row.length, row.offset))
+                data = os.pread(parts[row.part], row.length, row.offset)
+                # Each result is a line. What was cut off and written to again has null bytes.
+                if len(data) < row.length or not data.endswith(b"\n"):
+                    raise ResultsMissing
+                target.put(data)
 
         after = 0
         while rows := await self._store.lines.results(batch, after, _CHUNK):
             for part in {row.part for row in rows} - parts.keys():
-                parts[part] = await self._files.open_part(Part(batch.id, part))
+                try:
+                    parts[part] = await self._files.open_part(Part(batch.id, part))
+                except FileNotFoundError as error:
+                    raise ResultsMissing from error
                 stack.callback(os.close, parts[part])
             await on_disk(copy, rows)
             after = rows[-1].number

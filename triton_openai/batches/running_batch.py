@@ -7,7 +7,7 @@ import heapq
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from enum import Enum
 from itertools import count
 from typing import NamedTuple
@@ -76,6 +76,8 @@ class RunningBatch:
         self.done: list[tuple[Done, bytes]] = []
         #: Whether the table may have more lines that wait.
         self.more = True
+        #: Whether the table may have other lines for this process than those here: a write may have been done or not.
+        self.unsure = False
         #: The descriptors of the input and of the file with results; -1 for none.
         self.input = -1
         self.output = -1
@@ -182,6 +184,23 @@ class RunningBatch:
             else:
                 self.waiting.setdefault(line.model, deque()).append(line)
 
+    def numbers(self) -> set[int]:
+        """Return the numbers of the lines that this process has, while none are about to start."""
+        ended = [*(done for done, _ in self.done), *self.written]
+        return {
+            *self.running,
+            *(line.number for line in self.claimed()),
+            *(done.number for done in ended),
+        }
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Drop lines that wait, which other processes are to run."""
+        dropped = set(numbers)
+        for model, lines in list(self.waiting.items()):
+            self.waiting[model] = deque(line for line in lines if line.number not in dropped)
+            if not self.waiting[model]:
+                del self.waiting[model]
+
     def drop_waiting(self) -> None:
         """Start no more lines."""
         self.waiting.clear()
@@ -191,15 +210,14 @@ class RunningBatch:
     # Lines that start
 
     @property
+    def runs_lines(self) -> bool:
+        """Whether its lines are run, and not ended."""
+        return self.batch.status == "in_progress" and self.phase is Phase.RUNNING
+
+    @property
     def starts_lines(self) -> bool:
-        """Whether lines of it may start."""
-        return (
-            self.batch.status == "in_progress"
-            and self.phase is Phase.RUNNING
-            and self.input >= 0
-            and self.starting is None
-            and time.monotonic() >= self.start_time
-        )
+        """Whether lines of it may start now."""
+        return self.runs_lines and self.input >= 0 and self.starting is None and time.monotonic() >= self.start_time
 
     @property
     def backlogged(self) -> bool:

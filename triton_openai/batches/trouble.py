@@ -69,8 +69,8 @@ class Trouble:
             for limit in self._limits.of(target):
                 waiting = self._queues.waiting(by_name.get(limit.endpoint, ""), models)
                 if waiting is not None:
-                    live = self._first_tokens.of(target).slowest() > 0
-                    limit.queue(waiting * self._host.share, live=live)
+                    waiting *= self._host.share
+                limit.queue(waiting)
 
     async def close(self) -> None:
         """Stop looking."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.draining import Draining, ModelDraining
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
-from triton_openai.shares import SHARING_KEY, may_take
+from triton_openai.shares import SHARING_KEY, live_reserve, may_take
 from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import Observer, RequestRecord
 
@@ -62,8 +62,9 @@ class Admission:
         self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task, str | None]] = OrderedDict()
         # When other requests than lines of batches were there last, by model.
         self._live_at: dict[str, float] = {}
-        # The lines of batches that run, with their models.
+        # The lines of batches that run, with their models, and how many each model has.
         self._lines: dict[_Task, str] = {}
+        self._line_counts: Counter[str] = Counter()
         self.replace(settings)
 
     def replace(self, settings: ServerSettings) -> None:
@@ -97,6 +98,7 @@ class Admission:
             self._model_draining.enter(model, task)
             if record.batch is not None:
                 self._lines[task] = model
+                self._line_counts[model] += 1
         elif record.batch is not None:
             # A line of a batch waits elsewhere, and not before live requests.
             raise ServiceOverloaded("No capacity for batch requests now.", retry_after=1)
@@ -104,25 +106,38 @@ class Admission:
             await self._wait(model, task, record, patience)
         return task
 
+    def live(self, model: str) -> int | None:
+        """Return how many requests other than lines of batches run for *model*; ``None`` if none came for a minute."""
+        live = len(self.running.get(model, ())) - self._line_counts[model]
+        if live == 0 and time.monotonic() - self._live_at.get(model, -math.inf) > _LIVE_SECONDS:
+            return None
+        return live
+
+    def capacity(self, model: str) -> float:
+        """Return how many requests for *model* the settings say that its Tritons run; infinity if they do not."""
+        if self._by_endpoint:
+            return min(self._model_limit, self._capacity(model))
+        return self._model_limit
+
     def spare(self, model: str, lines: int, share: float) -> bool:
         """
         Return whether another line of a batch may run for *model*, where *lines* do already, or are about to.
 
         Beside live requests, they have this *share* of the model's limit at most, and of what live requests leave free,
-        and capacity for one more live request stays free. Without live requests for a while, they have all of it. No
+        and capacity for further live requests stays free. Without live requests for a while, they have all of it. No
         line begins while a live request waits for the model.
         """
         if self._lag.sustained > _MAX_LOOP_LAG or self._is_awaited(model):
             return False
-        own = sum(line_model == model for line_model in self._lines.values())
-        live = len(self.running.get(model, ())) - own
+        live = self.live(model)
         limit = min(self._model_limit, self._capacity(model))
-        free = min(limit - live, self._limit - (self._total() - own))
-        if live == 0 and time.monotonic() - self._live_at.get(model, -math.inf) > _LIVE_SECONDS:
-            share = 1.0
-        max_lines = share * free
-        if live > 0:
-            max_lines = min(max_lines, free - 1)
+        others = self._total() - self._line_counts[model]
+        free = min(limit - (live or 0), self._limit - others)
+        if live is None:
+            return lines < free
+        max_lines = min(share * free, free - live_reserve(live, live + free))
+        if live == 0:
+            max_lines = max(1, max_lines)
         return lines < min(max_lines, free) and lines + 1 <= max(1, share * limit)
 
     def _is_awaited(self, model: str) -> bool:
@@ -153,6 +168,8 @@ class Admission:
         """Count the request of *task*, which was admitted for *model*, out."""
         if self._lines.pop(task, None) is None:
             self._live_at[model] = time.monotonic()
+        else:
+            self._line_counts[model] -= 1
         self._model_draining.leave(model, task)
         if self.queue:
             self.admit()

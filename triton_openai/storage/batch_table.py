@@ -116,6 +116,11 @@ class BatchTable(Tables):
         yield (NOTIFY,)
         return locked
 
+    @operation()
+    def reload(self, batch: Batch) -> Steps[Batch]:
+        """Return *batch*, which this process runs, as it is in the table."""
+        return (yield from lock_leased(batch))
+
     @operation(write=True)
     def report(self, batch_id: str, problems: Sequence[BatchError]) -> Steps[None]:
         """Note that an open batch can only fail, and why. The processes that run its lines stop."""
@@ -140,19 +145,19 @@ class BatchTable(Tables):
         yield from update_batch(locked)
         return locked
 
-    @operation(write=True, long=True)
+    @operation(write=True)
     def end(self, batch: Batch, files: Sequence[StoredFile], change: Callable[[Batch], None]) -> Steps[Batch]:
         """
-        End *batch* by *change*, add its *files*, and delete its lines and leases, in one transaction.
+        End *batch* by *change*, add its *files*, and delete its leases, in one transaction; return the batch.
 
-        Returns the batch.
+        Its lines stay until :meth:`LineTable.delete` deletes them: a transaction that deletes a million of them
+        takes longer than others can wait.
         """
         locked = yield from lock_leased(batch)
         for file in files:
             yield from insert_file(file)
         change(locked)
         yield from update_batch(locked)
-        yield "DELETE FROM line WHERE batch = $1", batch.id
         yield "DELETE FROM lease WHERE batch = $1", batch.id
         yield (NOTIFY,)
         return locked

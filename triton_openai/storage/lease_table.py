@@ -34,6 +34,8 @@ class Overview(NamedTuple):
     batches: Sequence[Batch]
     #: The leases of the process: of batches with the number 0, and of parts.
     leases: Collection[Part]
+    #: The Unix time of the database.
+    clock: float
 
 
 class LeaseTable(Tables):
@@ -88,7 +90,8 @@ class LeaseTable(Tables):
         """Return the open batches, and the leases of *holder*."""
         leases = yield "SELECT batch, part FROM lease WHERE holder = $1", holder
         rows = yield (f"SELECT {BATCH_COLUMNS} FROM batch WHERE open = 1 ORDER BY created, id",)
-        return Overview([batch_of_row(row) for row in rows], {Part(*row) for row in leases})
+        clock = yield ("SELECT CLOCK()",)
+        return Overview([batch_of_row(row) for row in rows], {Part(*row) for row in leases}, clock[0][0])
 
     @operation()
     def holders(self) -> Steps[Collection[str]]:
@@ -126,15 +129,18 @@ class LeaseTable(Tables):
         yield (NOTIFY,)
 
     @operation(write=True, long=True)
+    def release_unknown(self, part: Part, holder: str) -> Steps[None]:
+        """End the lease of *holder* of a batch, which is part 0, or of a part, of which no line has run."""
+        if part.number:
+            yield from _release_part(part)
+        else:
+            yield "DELETE FROM lease WHERE batch = $1 AND part = 0 AND holder = $2", part.batch, holder
+            yield (NOTIFY,)
+
+    @operation(write=True, long=True)
     def release_part(self, part: Part) -> Steps[None]:
         """End the lease of *part*. Its lines without results wait again, and none is to blame for anything."""
-        yield from lock_part(part)
-        yield (
-            "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1 AND part = $2",
-            *(part.batch, part.number),
-        )
-        yield "DELETE FROM lease WHERE batch = $1 AND part = $2", part.batch, part.number
-        yield (NOTIFY,)
+        yield from _release_part(part)
 
     @operation(write=True, long=True)
     def end_parts(self) -> Steps[Mapping[Part, int]]:
@@ -177,6 +183,17 @@ class LeaseTable(Tables):
     def leave_quarantine(self, holder: str) -> Steps[None]:
         """End the lease of *holder* to run quarantined lines."""
         yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
+
+
+def _release_part(part: Part) -> Steps[None]:
+    """End the lease of *part*, and make its lines without results wait again."""
+    yield from lock_part(part)
+    yield (
+        "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND state = 1 AND part = $2",
+        *(part.batch, part.number),
+    )
+    yield "DELETE FROM lease WHERE batch = $1 AND part = $2", part.batch, part.number
+    yield (NOTIFY,)
 
 
 def _put_back(batch_id: str, condition: str, *values: int) -> Steps[int]:

@@ -19,18 +19,56 @@ from triton_openai.storage.batch_tables import (
 )
 from triton_openai.storage.sql import Steps, operation
 
+# Lines that are deleted in one transaction.
+_MAX_DELETED = 10_000
 _LINE_COLUMNS = "number, place, length, model, prefix, attempts, triton_deaths, max_group"
 
 
 class LineTable(Tables):
     """The lines of batches that have not ended; see :class:`Tables` for the errors."""
 
-    @operation(write=True, long=True)
+    @operation(write=True)
     def clear(self, batch: Batch) -> Steps[None]:
-        """Delete all lines of *batch*, and end its parts."""
+        """End the parts of *batch*. Its lines can be deleted after that."""
         yield from lock_leased(batch)
         yield "DELETE FROM lease WHERE batch = $1 AND part > 0", batch.id
-        yield "DELETE FROM line WHERE batch = $1", batch.id
+
+    async def delete(self, batch_id: str, generation: int | None = None) -> None:
+        """
+        Delete all lines of a batch that has ended, or that is open and has this *generation*, and no parts.
+
+        There are many transactions, between which other operations run. Raises :class:`LeaseLost`.
+        """
+        last = -1
+        while (deleted := await self._delete_some(batch_id, generation, last)) is not None:
+            last = deleted
+
+    @operation(write=True, long=True)
+    def _delete_some(self, batch_id: str, generation: int | None, after: int) -> Steps[int | None]:
+        """Delete the first lines whose numbers are greater than *after*; return the last one, ``None`` without any."""
+        locked = yield from lock_batch(batch_id)
+        if locked is not None and locked.generation != generation:
+            raise LeaseLost
+        rows = yield (
+            "SELECT MAX(number) FROM (SELECT number FROM line WHERE batch = $1 AND number > $2 ORDER BY number"
+            " LIMIT $3) n",
+            *(batch_id, after, _MAX_DELETED),
+        )
+        last: int | None = rows[0][0]
+        if last is not None:
+            yield "DELETE FROM line WHERE batch = $1 AND number > $2 AND number <= $3", batch_id, after, last
+        return last
+
+    @operation()
+    def ended_batches(self) -> Steps[Sequence[str]]:
+        """Return the ids of batches that have ended, or were deleted, and have lines."""
+        # From one id to the next over the primary key: the table may have millions of lines.
+        rows = yield (
+            "WITH RECURSIVE batches (id) AS (SELECT MIN(batch) FROM line UNION ALL SELECT (SELECT MIN(batch) FROM line"
+            " WHERE batch > batches.id) FROM batches WHERE batches.id IS NOT NULL) SELECT id FROM batches"
+            " WHERE id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM batch WHERE batch.id = batches.id AND open = 1)",
+        )
+        return [row[0] for row in rows]
 
     @operation(write=True, long=True)
     def add(self, batch: Batch, lines: Sequence[Line]) -> Steps[None]:
@@ -106,6 +144,16 @@ class LineTable(Tables):
             *(part.batch, part.number, json.dumps([*numbers])),
         )
         yield (NOTIFY,)
+
+    @operation()
+    def claimed(self, part: Part) -> Steps[Sequence[Line]]:
+        """Return the lines that are claimed for *part* and have no result."""
+        yield from lock_part(part)
+        rows = yield (
+            f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND state = 1 AND part = $2 ORDER BY number",
+            *(part.batch, part.number),
+        )
+        return [Line(*row) for row in rows]
 
     async def unfinished(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
         """Return *limit* lines without a result, by their numbers, which are greater than *after*."""

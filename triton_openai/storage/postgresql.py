@@ -21,6 +21,9 @@ _MAX_CONNECTIONS = 4
 # Seconds for opening a connection, and between two checks whether the server still answers during a migration.
 _CONNECT_SECONDS = 10.0
 _CHECK_SECONDS = 10.0
+# Seconds for the answer of the connection for notifications, and for all that belongs to it.
+_PING_SECONDS = 5.0
+_LISTEN_SECONDS = 20.0
 # Seconds that a migration may take to end when the service stops.
 _CLOSE_SECONDS = 2.0
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
@@ -219,30 +222,49 @@ class PostgresDatabase:
 
     async def listen(self, channel: str, notify: Callable[[], None]) -> bool:
         """See :class:`triton_openai.storage.sql.Database`. A pooler in transaction mode passes no notifications on."""
-        if self._pooled_settings:
-            return False
-        if self._listening is not None and not self._listening.is_closed():
-            return True
-
-        def call(*_: object) -> None:
-            notify()
-
         try:
-            connection = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
-            try:
-                async with asyncio.timeout(_CONNECT_SECONDS):
-                    await connection.add_listener(channel, call)
-            except BaseException:
-                connection.terminate()
-                raise
+            async with within(_LISTEN_SECONDS):
+                # It shows whether there is a pooler.
+                await self._pool()
+                if self._pooled_settings:
+                    return False
+                if await self._listens():
+                    return True
+                self._listening = await self._listener(channel, notify)
         except TimeoutError as error:
             raise OSError(errno.ETIMEDOUT, "PostgreSQL does not answer") from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
-        self._listening = connection
         # What happened before the connection was there is unknown.
         notify()
         return True
+
+    async def _listens(self) -> bool:
+        """Return whether the connection for notifications answers: without an answer, it is dead, and is closed."""
+        connection = self._listening
+        if connection is None or connection.is_closed():
+            return False
+        try:
+            # A network that has forgotten the connection reports nothing.
+            await connection.execute("SELECT 1", timeout=_PING_SECONDS)
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            connection.terminate()
+            return False
+        return True
+
+    async def _listener(self, channel: str, notify: Callable[[], None]) -> Any:
+        """Return a connection that calls *notify* for each notification."""
+
+        def call(*_: object) -> None:
+            notify()
+
+        connection = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
+        try:
+            await connection.add_listener(channel, call)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
 
     async def close(self) -> None:
         """Close all connections after the operations that were started before."""

@@ -38,6 +38,20 @@ class SlotTable(Tables):
         return min(share, taken)
 
     @operation(write=True)
+    def delete_expired(self) -> Steps[None]:
+        """Delete the slots of processes that have ended, of models that nobody asks any more."""
+        rows = yield ("SELECT DISTINCT model FROM slot ORDER BY model",)
+        for row in rows:
+            model = row[0]
+            yield "SELECT 1 FROM slot WHERE model = $1 AND holder = '' FOR UPDATE", model
+            yield "DELETE FROM slot WHERE model = $1 AND holder <> '' AND until < CLOCK()", model
+            yield (
+                "DELETE FROM slot WHERE model = $1 AND NOT EXISTS (SELECT 1 FROM slot s WHERE s.model = $1"
+                " AND s.holder <> '')",
+                model,
+            )
+
+    @operation(write=True)
     def leave(self, holder: str, model: str) -> Steps[None]:
         """Give back the slots of *holder* for *model*."""
         yield "DELETE FROM slot WHERE model = $1 AND holder = $2", model, holder

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import sys
 import tempfile
@@ -103,6 +104,12 @@ class Host:
         return not self.busy
 
     share = 1.0
+
+    def live(self, target: str) -> int | None:
+        return None
+
+    def capacity(self, target: str) -> float:
+        return math.inf
 
     def tritons(self, target: str) -> int:
         return max(1, len(self.endpoints(target)))
@@ -216,6 +223,7 @@ class Process:
             self.task,
             self.runner._sweeping,
             self.runner._trouble._reading,
+            self.runner._notifications._checking,
             *(life.task for life in self.runner._claims.lives.values()),
             *self.runner._away._checks,
             *self.runner._away._probes.values(),

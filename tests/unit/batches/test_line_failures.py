@@ -637,7 +637,8 @@ async def test_an_input_that_cannot_be_read(name: str, tmp_path: Path, monkeypat
         bad = await one.batch(NAMES, name="batch_bad")
         good = await one.batch(NAMES, name="batch_good", owner="you")
         for batch in (bad, good):
-            await one.until(batch, lambda found: found.status == "in_progress")
+            await one.until(batch, lambda found: found.id in one.runner._batches)
+            await one.until(batch, lambda found: one.runner._batches[found.id].input >= 0)
         unreadable = os.fstat(one.runner._batches[bad.id].input).st_ino
 
         def faulty_read(descriptor: int, length: int, start: int) -> bytes:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import os
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import asyncpg
@@ -219,7 +224,7 @@ def test_a_limit_that_is_not_used_up_does_not_grow() -> None:
     assert 8 == limit.allowed
 
 
-@every_case("waiting, allowed, grows", [(0.0, 100, True), (1.0, 100, False), (4.0, 100, False), (20.0, 80, False),
+@every_case("waiting, allowed, grows", [(0.0, 200, True), (1.0, 100, False), (4.0, 100, False), (20.0, 80, False),
                                         (90.0, 50, False)])  # fmt: skip
 def test_queues_of_engines_shrink_limits(waiting: float, allowed: int, grows: bool) -> None:
     """A short queue keeps the engine busy; a longer one takes its lines away, half of all at most."""
@@ -237,18 +242,184 @@ def test_queues_of_engines_shrink_limits(waiting: float, allowed: int, grows: bo
 
 
 def test_lines_leave_room_for_live_requests() -> None:
-    """Beside live requests, a queue of any length makes lines leave a fifth, until their number grows again slowly."""
+    """Beside live requests, a queue of any length shows what the engine runs, and lines leave a reserve of it."""
     limit = Limit(256)
-    limit.allowed = 100
-    limit.running = 100
+    limit.allowed = 80
+    limit.running = 80
+    limit.live_lately = True
+    limit.live = 20.0
+    limit.reserve = 4.0
     for _ in range(3):
-        limit.queue(1.0, live=True)
-    assert 79 == limit.allowed
-    limit.running = 79
-    limit.queue(0.0, live=True)
-    for _ in range(79):
+        limit.queue(1.0)
+    assert (99, 75) == (limit.allowed, limit.lines)
+    # More live requests leave fewer lines, at once.
+    limit.live = 50.0
+    assert 45 == limit.lines
+    limit.running = 45
+    limit.queue(0.0)
+    for _ in range(99):
         limit.succeeded()
-    assert 81 == limit.allowed
+    assert 100 == limit.allowed
+    # When no live requests come any more, lines have all that the engine runs.
+    limit.live_lately = False
+    limit.live = 0.0
+    limit.reserve = 0.0
+    assert 100 == limit.lines
+
+
+def test_lines_double_while_the_engine_has_no_queue() -> None:
+    """In slow start, a look at the engine that shows no queue doubles a limit that is used up, beside no live ones."""
+    limit = Limit(256)
+    limit.running = 7
+    limit.queue(0.0)
+    assert 8 == limit.allowed
+    for expected in (16, 32, 64):
+        limit.running = limit.allowed
+        limit.queue(0.0)
+        assert expected == limit.allowed
+    limit.running = 64
+    limit.queue(20.0)
+    limit.running = limit.allowed
+    limit.queue(0.0)
+    assert 44 == limit.allowed
+
+
+def test_a_queue_that_is_not_known_any_more() -> None:
+    """A limit grows again when the metrics of a queue are not reached any more."""
+    limit = Limit(256)
+    limit.running = 8
+    limit.queue(1.0)
+    limit.succeeded()
+    assert 8 == limit.allowed
+    limit.queue(None)
+    limit.succeeded()
+    assert 9 == limit.allowed
+
+
+def test_lines_begin_with_what_the_settings_allow() -> None:
+    """Where the settings say what the engines run, no limit has to grow."""
+    host = Sharing(set(), ("a", "b", "c"))
+    host.max_running = 256
+    assert [8, 8, 8] == [limit.allowed for limit in ModelLimits(host).of("M")]
+    host.capacity = lambda target: 96.0  # type: ignore[method-assign]
+    assert [32, 32, 32] == [limit.allowed for limit in ModelLimits(host).of("M")]
+
+
+def test_limits_of_tritons_that_are_gone() -> None:
+    """They are dropped when their last line has ended."""
+    host = Sharing(set(), ("a", "b"))
+    limits = ModelLimits(host)
+    first, _ = limits.of("M")
+    first.running = 1
+    host.names = ("b", "c")
+    limits.of("M")
+    assert ["a", "b", "c"] == sorted(limits._limits["M"])
+    first.leave()
+    limits.of("M")
+    assert ["b", "c"] == sorted(limits._limits["M"])
+
+
+_ANSWER_SECONDS = 3.0
+
+
+class Engines:
+    """
+    Tritons with so many *places* each in simulated time, two processes that run lines, and live requests.
+
+    An answer takes three seconds, and live requests use *load* of the places. Each process has a half of them.
+    """
+
+    def __init__(self, load: float, tritons: int = 3, places: int = 64) -> None:
+        self._draw = random.Random(43)
+        self._rate = load * places * tritons / _ANSWER_SECONDS
+        self._places = places
+        self._names = [str(number) for number in range(tritons)]
+        self.hosts = [Sharing(set(), self._names) for _ in range(2)]
+        self._limits = [ModelLimits(host) for host in self.hosts]
+        self._live = [Counter[str](), Counter[str]()]
+        for host, limits, live in zip(self.hosts, self._limits, self._live, strict=True):
+            host.max_running = 256
+            if load:
+                host.live = lambda target, live=live: live.total()  # type: ignore[misc]
+            limits.slots = {"M": 1000}
+        self._queues: dict[str, deque[tuple[float, int, Limit | None]]] = {name: deque() for name in self._names}
+        self._busy = Counter[str]()
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self.waits: list[float] = []
+        self.used = 0.0
+        self.free = 0.0
+
+    def run(self, seconds: float) -> None:
+        """Let so many *seconds* pass."""
+        self._at(1.0, self._look)
+        if self._rate:
+            self._at(0.0, self._arrive)
+        last = 0.0
+        while self._events[0][0] < seconds:
+            now, _, event = heapq.heappop(self._events)
+            lines = sum(limit.running for limits in self._limits for limit in limits.of("M"))
+            live = sum(counts.total() for counts in self._live)
+            waiting = sum(map(len, self._queues.values()))
+            self.used += (now - last) * (lines - waiting)
+            self.free += (now - last) * (self._places * len(self._names) - live)
+            last = now
+            event(now)
+            for number, limits in enumerate(self._limits):
+                while (limit := limits.take("m")) is not None:
+                    self._enter(now, limit.endpoint, number, limit)
+
+    def _at(self, time: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), event))
+
+    def _look(self, now: float) -> None:
+        for limits in self._limits:
+            for limit in limits.of("M"):
+                limit.queue(len(self._queues[limit.endpoint]) / 2)
+        self._at(now + 1, self._look)
+
+    def _arrive(self, now: float) -> None:
+        process = self._draw.randrange(2)
+        running = {limit.endpoint: limit.running for limit in self._limits[process].of("M")}
+        name = min(self._names, key=lambda name: running[name] + self._live[process][name])
+        self._live[process][name] += 1
+        self._enter(now, name, process, None)
+        self._at(now + self._draw.expovariate(self._rate), self._arrive)
+
+    def _enter(self, now: float, name: str, process: int, limit: Limit | None) -> None:
+        self._queues[name].append((now, process, limit))
+        self._begin(now, name)
+
+    def _begin(self, now: float, name: str) -> None:
+        while self._queues[name] and self._busy[name] < self._places:
+            came, process, limit = self._queues[name].popleft()
+            self._busy[name] += 1
+            if limit is None:
+                self.waits.append(now - came)
+            self._at(now + _ANSWER_SECONDS * self._draw.uniform(0.95, 1.05), partial(self._end, name, process, limit))
+
+    def _end(self, name: str, process: int, limit: Limit | None, now: float) -> None:
+        self._busy[name] -= 1
+        if limit is None:
+            self._live[process][name] -= 1
+        else:
+            limit.succeeded()
+            limit.leave()
+        self._begin(now, name)
+
+
+@every_case("load, used", [(0.0, 0.9), (0.25, 0.8), (0.5, 0.8)])
+def test_lines_use_what_live_requests_leave(load: float, used: float) -> None:
+    """
+    Where nobody says what the engines run, lines find it by the queues, and 19 of 20 live requests hardly wait.
+
+    A first token comes after a tenth of an answer, so the wait makes it 1.3 times as long at most.
+    """
+    engines = Engines(load)
+    engines.run(60.0)
+    assert engines.used > used * engines.free
+    if load:
+        assert sorted(engines.waits)[len(engines.waits) * 19 // 20] <= 0.03 * _ANSWER_SECONDS
 
 
 async def test_the_usual_wait_is_learned_before_lines_run(tmp_path: Path, clock: Clock) -> None:

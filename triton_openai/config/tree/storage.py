@@ -125,11 +125,12 @@ class BatchesSettings(SettingsGroup, frozen=True):
         float,
         Meta(gt=0, le=1),
         file_only(
-            "Beside other requests, those of batches take at most this part of max_running_requests_per_model, and of"
-            " max_running_requests_per_endpoint.",
+            "Beside other requests, those of batches take at most this part of max_running_requests_per_model and of"
+            " max_running_requests_per_endpoint, and of what other requests leave free. In any case, as much stays free"
+            " as 19 of 20 other requests need to begin at once.",
             live=True,
         ),
-    ] = 0.8
+    ] = 1.0
     live_first_token: Annotated[
         Seconds | None,
         file_only(
