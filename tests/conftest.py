@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import structlog
 from xdist.scheduler import LoadFileScheduling
@@ -29,12 +28,6 @@ pytest_plugins = [
     "tests.demo_fixture",
     "tests.store_fixture",
 ]
-
-# A slow machine fails no test, and each run tries the same examples.
-hypothesis.settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("suite")
 
 _FIRST = ("integration", "faults", "fleet")
 # Files that share processes, which one of several workers starts for all of them: by how their names begin.

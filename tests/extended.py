@@ -5,25 +5,74 @@ Those are the tests of clients, of the image and of the wheel, and the variants 
 store or program. Text streams use HTTP where Triton has an HTTP address and a gRPC address, so gRPC is the other
 transport. The tests of ``triton/`` itself run over both. A test that is left out for another reason has the mark
 itself.
+
+Property tests, and tests with the mark ``sampled``, run in both: in ``make test`` with a few of their examples, and
+in ``make test-all`` with all. See :func:`examples`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Clients, and what is built of the package: that takes half a minute.
 _BEGINNINGS = ("tests/clients/", "tests/integration/test_image.py", "tests/integration/test_wheel.py")
+#: How many examples of a property `make test` tries.
+FEW = 20
+_ALL = "suite"
+_SAMPLE = "sample"
+# A slow machine fails no test, and each run tries the same examples.
+hypothesis.settings.register_profile(
+    _ALL, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(_SAMPLE, hypothesis.settings.get_profile(_ALL), max_examples=FEW)
 _FIXTURES = frozenset({"bucket", "pgbouncer", "postgresql", "s3", "shared"})
 _TRANSPORTS = frozenset({"grpc", "grpcs"})
 _STORES = frozenset({"postgresql", "several machines"})
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marks known."""
+    """Make the marks known, and choose how many examples the property tests try."""
     config.addinivalue_line("markers", "extended: left to `make test-all`")
+    config.addinivalue_line("markers", "sampled: runs a few of its examples in `make test`, all in `make test-all`")
     config.addinivalue_line("markers", "face: about what an API reads and renders; one transport is enough")
+    profile = _ALL
+    if config.option.markexpr == "not extended":
+        profile = _SAMPLE
+    hypothesis.settings.load_profile(profile)
+
+
+def is_sample() -> bool:
+    """Return whether this run tries only a few examples: `make test` does, which leaves the extended tests out."""
+    return hypothesis.settings.get_current_profile_name() == _SAMPLE
+
+
+def examples(count: int, few: int = FEW) -> int:
+    """
+    Return how many of *count* examples a test tries in this run: all of them, or *few* in `make test`.
+
+    A test that is no property test needs the mark ``sampled`` too.
+    """
+    if is_sample():
+        return min(count, few)
+    return count
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """
+    Leave files out that have extended tests only.
+
+    To import the clients takes a second of CPU time, in each of pytest's processes.
+    """
+    if not is_sample() or not collection_path.is_relative_to(config.rootpath):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if f"{path}/".startswith(_BEGINNINGS) or path.startswith(_BEGINNINGS):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,11 +96,20 @@ def is_extended(item: pytest.Item) -> bool:
     """Return whether `make test` leaves the test out."""
     if item.nodeid.startswith(_BEGINNINGS):
         return True
+    if not is_sample() and _is_sampled(item):
+        return True
     if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
         return True
     if item.nodeid.startswith("tests/unit/"):
         return _has(item, _STORES)
     return _has(item, _STORES | _TRANSPORTS)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    """Return whether `make test` tries only a few examples of the test."""
+    if item.get_closest_marker("sampled") is not None:
+        return True
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def _has(item: pytest.Item, variants: Collection[str]) -> bool:

@@ -16,13 +16,14 @@ from structlog.testing import capture_logs
 
 from tests.conformance.calls import steered
 from tests.conformance.test_transcriptions import send
+from tests.extended import examples
 from tests.faults.liar import HttpAnswer, Liar, lies_about, lying
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, proxy_settings, serving
 from tests.speech import SENTENCE, speak, wav
 from tests.triton_fixture import TestTriton
 
 # Of some hundred to two thousand of each case; 0 for all.
-COUNT = int(os.environ.get("LIES", "40"))
+COUNT = int(os.environ.get("LIES", examples(40, few=10)))
 MESSAGES = [{"role": "user", "content": steered(text="one two three")}]
 CHAT = {"messages": MESSAGES, "max_tokens": 5}
 TEXTS = ["one", "two"]
@@ -104,6 +105,7 @@ def trouble(answer: Answer) -> str | None:
     return None if said.endswith((".", "…")) or "The model failed" in said else f"no sentence: {said}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", CASES)
 async def test_answers_of_models(triton: TestTriton, name: str, transport: str) -> None:
@@ -165,6 +167,7 @@ CHANGES = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["/v2", "/v2/repository/index", "/v2/models/text_model/config"])
 async def test_answers_about_models(triton: TestTriton, path: str) -> None:
     """What Triton tells of itself and its models may be anything, too: other models are served, and it is logged."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+# Each of its faults has tests of its own.
+@pytest.mark.extended
 def test_a_short_soak() -> None:
     """
     A short soak gets through a fault of each kind, tells what became of the requests, and finds nothing left

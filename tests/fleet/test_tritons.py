@@ -310,10 +310,10 @@ async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_pa
         async def client(number: int) -> None:
             while not stop.is_set():
                 # Several run at any time, and few begin: the Tritons that start have the cores.
-                sent = body("vllm_model", steered(f"Hello {number}", delay_ms=50))
+                sent = body("vllm_model", steered(f"Hello {number}", delay_ms=100))
                 outcomes[complete(await stream(proxy, sent))] += 1
 
-        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        clients = [asyncio.create_task(client(number)) for number in range(4)]
         members = proxy.models.fleet.members
         for name, one in three.items():
             member = members[name]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.clients.service import Reply, Service, serving
+from tests.extended import examples
 from tests.triton_fixture import TestTriton
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -517,7 +518,7 @@ def test_strict_parameters(strict: Service, service: Service, path: str) -> None
 # Anything at all: see also what `make hostile` sends to every endpoint
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.text(st.characters(codec="utf-8"), min_size=1, max_size=60))
 def test_any_model_name_in_the_path(service: Service, name: str) -> None:
     """Any name in a path is a model or an unknown one."""

@@ -139,21 +139,23 @@ def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
             process.kill()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """A port that is taken ends the command with one sentence and status 2."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        status, out, err = _run("serve", "--port", str(port))
+        status = main(["serve", "--port", str(port)])
 
     message = f"triton-openai: Cannot listen on 127.0.0.1 port {port}: Address already in use. "
-    assert (2, "", message + "Choose another with --port or --host.\n") == (status, out, err)
+    assert (2, "", message + "Choose another with --port or --host.\n") == (status, *capsys.readouterr())
 
 
-def test_a_repository_that_is_not_there(tmp_path: Path) -> None:
+def test_a_repository_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Triton that cannot be started ends the service with the reason and status 2."""
-    status, _, err = _run("serve", "--port", "0", "--log-level", "error", "--model-repository", str(tmp_path / "none"))
+    folder = tmp_path / "none"
+    status = main(["serve", "--port", "0", "--log-level", "error", "--model-repository", str(folder)])
 
-    assert (2, f"triton-openai: There is no model repository at {tmp_path / 'none'}.") == (status, err.splitlines()[-1])
+    err = capsys.readouterr().err
+    assert (2, f"triton-openai: There is no model repository at {folder}.") == (status, err.splitlines()[-1])
 
 
 def test_wrong_settings_end_a_triton_that_starts(tmp_path: Path) -> None:
@@ -318,8 +320,10 @@ def test_templates_that_do_not_compile(tmp_path: Path, capsys: pytest.CaptureFix
             assert err.startswith(f"triton-openai: {which}The chat template 'own.jinja' {problem}")
 
 
+# The next test sees the same answer, from a demo that goes on.
+@pytest.mark.extended
 def test_demo() -> None:
-    """The demo builds its models, starts a Triton, asks its question over the API, and prints the answer."""
+    """The demo builds its models, starts a Triton, asks its question over the API, prints the answer, and ends."""
     status, out, err = _run("demo", "--scripted", "--port", "0", "--once")
 
     assert (0, ["Starting Triton ..."]) == (status, err.splitlines())
@@ -336,7 +340,9 @@ def test_commands_of_a_demo_with_a_key() -> None:
     try:
         assert process.stdout is not None
         lines = list(itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), process.stdout))
-        text = "".join(lines[lines.index("Ask it yourself:\n") + 1 :])
+        beginning = lines.index("Ask it yourself:\n")
+        question, answer = re.findall(r"^[QA]: (.+)$", "".join(lines[:beginning]), re.MULTILINE)
+        text = "".join(lines[beginning + 1 :])
         commands = [each.strip().replace("curl ", "curl -sS --fail -m 60 ", 1) for each in text.strip().split("\n\n")]
         answers = [subprocess.check_output(["sh", "-c", each], text=True) for each in commands]
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
@@ -355,6 +361,8 @@ def test_commands_of_a_demo_with_a_key() -> None:
         process.kill()
         process.communicate()
 
+    assert question in answer
+    assert "stand-in" in answer
     assert [True, True] == ["data: [DONE]" in answers[0], '"embedding"' in answers[1]]
     assert {"name": "get_weather", "arguments": '{"city": "Bonn"}'} == choice["message"]["tool_calls"][0]["function"]
 

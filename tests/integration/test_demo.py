@@ -30,6 +30,8 @@ BATCH_LINE = json.dumps(
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 MODELS = ("ensemble", "vllm_model")
+# The engine is the same behind both.
+_EACH_MODEL = pytest.mark.parametrize("model", ["ensemble", pytest.param("vllm_model", marks=pytest.mark.extended)])
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -69,7 +71,7 @@ def asked(model: str, question: str = QUESTION, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": messages, "temperature": 0, "seed": 1, "max_tokens": 32, **more}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@_EACH_MODEL
 def test_text(client: openai.OpenAI, model: str) -> None:
     """A model answers sensibly, whole and streamed, with exact counts, log probabilities and reasons."""
     whole = client.chat.completions.create(**asked(model, logprobs=True, top_logprobs=2))
@@ -96,7 +98,7 @@ def test_text(client: openai.OpenAI, model: str) -> None:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@_EACH_MODEL
 def test_guides(client: openai.OpenAI, model: str) -> None:
     """Answers fit the schema, the expression, the choice or the grammar, and a tool is called when it has to be."""
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
@@ -187,6 +189,7 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert cosine(bread, loaf) > cosine(bread, shares) + 0.05
 
 
+@pytest.mark.extended
 def test_langchain(demo: Service) -> None:
     """``with_structured_output`` by function calling returns the object; the examples do it by JSON schema."""
     # Not at the top: each of pytest's processes collects this file, and it takes a second.
@@ -210,6 +213,8 @@ def run(demo: Service, *command: str, folder: Path = ROOT) -> str:
     return result.stdout
 
 
+# They import every client, and OpenAI's is asked by the other tests.
+@pytest.mark.extended
 def test_examples_in_python(demo: Service, tmp_path: Path) -> None:
     """Each program in the documents that has no marker ends, and prints what its document shows."""
     (tmp_path / "requests.jsonl").write_text(BATCH_LINE)

@@ -18,6 +18,7 @@ import yarl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.extended import examples
 from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
@@ -402,7 +403,7 @@ async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:
         st.sampled_from(["..", ".", "/", "%2e", "%2F", "%00", "a", "\\", ";", "?", "#"]), min_size=1, max_size=6
     ).map("".join)
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_hostile_names(name):
     """No name gets past the check that is more than one folder's."""
     try:

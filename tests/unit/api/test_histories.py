@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.extended import examples
 from tests.unit.api.responses.test_responses import reading, renderer
 from tests.unit.parsers.slip_cases import SLIPS, Slip
 from tests.unit.parsers.test_slips import PLAN, WORDS, state
@@ -147,7 +148,7 @@ def check(slip: Slip, text: str, *, streams: bool, cut: bool) -> None:
     slip=st.sampled_from(SLIPS), start=st.floats(0, 1), size=st.integers(0, 5),
     inserted=st.sampled_from(["", *WORDS]), cut=st.booleans(), streams=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_is_answered_is_taken(
     slip: Slip, start: float, size: int, inserted: str, cut: bool, streams: bool
 ) -> None:  # fmt: skip

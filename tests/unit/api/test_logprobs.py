@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from tests.cases import every_case
+from tests.extended import examples
 from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
 from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import token_logprobs
@@ -282,7 +283,7 @@ def test_a_name_that_is_another_tokens_is_kept(tokenizer: Tokenizer) -> None:
 PIECES = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "é", "\xc3", "\xa9"]), max_size=14)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PIECES, st.lists(st.sampled_from(["ab", "b", "aba", "bb", "é", "éa"]), min_size=1, max_size=3), st.randoms())
 def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], chance: random.Random) -> None:
     """Entries of tokens before the stop string come once and in order, however they arrive; others never do."""

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.clock import Clock
+from tests.extended import examples
 from tests.tls_fixture import Authority
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.prepare import GenerationSpec
@@ -259,7 +260,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 3), STEPS, st.sampled_from([0, 1]))
 def test_everything_comes_in_order(count: int, steps: list[tuple[int, list[str], int]], version: int) -> None:
     """Choices open in their order before anything else; each has its texts, its end, and the last event is the last."""

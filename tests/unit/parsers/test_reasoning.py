@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.extended import examples
 from tests.unit.parsers.thinking_marks import marks_of
 from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
 from triton_openai.parsers.events import Content, Event, Reasoning
@@ -179,7 +180,7 @@ WORDS = [
 
 
 @given(words=st.lists(st.sampled_from(WORDS) | st.text(max_size=2), max_size=20), borders=st.lists(st.integers(0, 200)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_text(words: list[str], borders: list[int]) -> None:
     """Any text in any pieces is read without an error, to one result; without thinking it is content as it was."""
     text = "".join(words)

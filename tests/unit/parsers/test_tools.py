@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bench.parsers import CALLS
 from tests.cases import every_case
+from tests.extended import examples
 from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.grammar import Grammar
@@ -163,7 +164,7 @@ def assert_one_result(name: str, pieces: list[str]) -> None:
 
 
 @given(pieces=cuttings())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_any_text(pieces: list[str]) -> None:
     """Every parser reads any text in any pieces without an error, to one result."""
     every_case("name", ALL)(assert_one_result)(pieces=pieces)

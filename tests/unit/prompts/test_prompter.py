@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.extended import examples
 from tests.unit.prompts.test_template_support import LLAMA3_TOKENS, make_backend, save
 from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
@@ -444,7 +445,7 @@ def prompters(tmp_path_factory: pytest.TempPathFactory) -> list[Prompter]:
     return [*named, Prompter.resolve(ModelSettings(tokenizer=folder)), Prompter.resolve(ModelSettings())]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(messages=MESSAGES, index=st.integers(0, len(builtin.NAMES) + 1), more=st.booleans())
 def test_any_messages_give_a_prompt_or_a_clear_error(
     prompters: list[Prompter], messages: Any, index: int, more: bool
