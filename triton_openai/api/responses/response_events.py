@@ -24,11 +24,12 @@ from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
 from triton_openai.parsers.tools.json_text import is_object
+from triton_openai.telemetry.request_record import RequestRecord
 
 _encode = msgspec.json.Encoder().encode
 
-# Events of the summary of a conversation that was compacted.
-_COMPACTION_EVENTS = 3
+# Events that announce the summary of a conversation that is compacted; another one has it.
+_COMPACTION_EVENTS = 2
 
 
 # The codes by which clients decide whether to try again; of several that fit, the first.
@@ -55,8 +56,10 @@ class ResponseEvents(EventRenderer):
     sealed: bool
     #: Whether it is tool calls and nothing else.
     forced: bool = False
-    #: The summary that it goes on from, if the conversation was compacted for it: its first item.
-    compaction: objects.OutputCompaction | None = None
+    #: Whether its first item is the summary of a conversation that is compacted: see :meth:`go_on`.
+    compacts: bool = False
+    #: The call, whose first and last event have what the headers of an answer over HTTP say; ``None``: over HTTP.
+    record: RequestRecord | None = None
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
     framing: Framing = SERVER_SENT
@@ -69,11 +72,12 @@ class ResponseEvents(EventRenderer):
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
         self._first = 0
-        if self.compaction is not None:
-            self.compaction.id = f"cmp_{self.response.id.partition('_')[2]}0000"
-            self._output.append(self.compaction)
+        if self.compacts:
             self._first = 1
             self._next += _COMPACTION_EVENTS
+        self._compaction_id = f"cmp_{self.response.id.partition('_')[2]}0000"
+        # The event with the summary, until it is sent.
+        self._compacted = b""
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: objects.OpenItem | None = None
         self._kinds = ITEM_KINDS
@@ -92,24 +96,43 @@ class ResponseEvents(EventRenderer):
         return self._begun("response.created", 0) + self._begun("response.queued", 1)
 
     def opening(self) -> bytes:
-        """Return the events that open the response, once."""
+        """Return the events that open the response, each once; that with the summary comes when it is made."""
+        compacted = self._compacted
+        self._compacted = b""
         if self._opened:
-            return b""
+            return compacted
         self._opened = True
         if self._queued:
             self.response.status = "in_progress"
             self._next += 1
-            return self._begun("response.in_progress", 2) + self._compacted(3)
-        return self._begun("response.created", 0) + self._begun("response.in_progress", 1) + self._compacted(2)
+            begun = self._begun("response.in_progress", 2) + self._compacting(3)
+        else:
+            begun = self._begun("response.created", 0) + self._begun("response.in_progress", 1) + self._compacting(2)
+        return begun + compacted
 
-    def _compacted(self, number: int) -> bytes:
-        """Return the events of the summary, from *number* on, if there is one."""
-        item = self.compaction
-        if item is None:
+    def _compacting(self, number: int) -> bytes:
+        """Return the events that announce a summary, from *number* on, if there is to be one."""
+        if not self.compacts:
             return b""
-        added = response_event("response.output_item.added", number, output_index=0, item=item)
-        event = response_event("response.compaction.compacting", number + 1, output_index=0, item_id=item.id)
-        return added + event + response_event("response.output_item.done", number + 2, output_index=0, item=item)
+        item = objects.OutputCompaction(id=self._compaction_id, encrypted_content="")
+        added = response_event("response.output_item.added", number, self.framing, output_index=0, item=item)
+        return added + response_event(
+            "response.compaction.compacting", number + 1, self.framing, output_index=0, item_id=item.id
+        )
+
+    def go_on(self, run: Run, parser: AnswerParser, compaction: objects.OutputCompaction | None) -> None:
+        """
+        Take the run that answers and the parser of its text, where they were made after the first events.
+
+        *compaction* is the summary that they go on from.
+        """
+        self.run = run
+        self.parser = parser
+        if compaction is None or self._output:
+            return
+        compaction.id = self._compaction_id
+        self._output.append(compaction)
+        self._compacted = self._event("response.output_item.done", output_index=0, item=compaction)
 
     def keep_alive(self) -> bytes:
         """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
@@ -125,7 +148,9 @@ class ResponseEvents(EventRenderer):
         if self._queued and not self._opened:
             status = "queued"
         begun = msgspec.structs.replace(self.response, status=status, error=None, output=())
-        return response_event(name, number, self.framing, response=begun)
+        if self.record is None or name != "response.created":
+            return response_event(name, number, self.framing, response=begun)
+        return response_event(name, number, self.framing, response=begun, headers=self.record.answer_headers())
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is objects.OutputMessage and not delta.logprobs:
@@ -166,7 +191,10 @@ class ResponseEvents(EventRenderer):
         param = None
         if error is not None:
             param = error.param
-        return events + terminal_events(self.response, self._next, param, framing=self.framing)
+        headers: Mapping[str, str] | UnsetType = UNSET
+        if self.record is not None:
+            headers = self.record.answer_headers(error)
+        return events + terminal_events(self.response, self._next, param, framing=self.framing, headers=headers)
 
     def concluded(self, error: ServiceError | None) -> bytes:
         """Set how the response ended, by *error* if there is one; return the events before the last ones."""
@@ -346,11 +374,17 @@ def _failure(error: ServiceError) -> objects.ResponseFailure:
 
 
 def terminal_events(
-    response: objects.ResponseObject, number: int, param: str | None = None, *, framing: Framing = SERVER_SENT
+    response: objects.ResponseObject,
+    number: int,
+    param: str | None = None,
+    *,
+    framing: Framing = SERVER_SENT,
+    headers: Mapping[str, str] | UnsetType = UNSET,
 ) -> bytes:
     """
     Return what every stream of *response* ends with, from event *number* on; *param* is what a failure blames.
 
+    Over a WebSocket the last event has the *headers* of an answer over HTTP.
     For a cancelled response that is ``response.cancelled``, which OpenAI names for webhooks only.
     """
     rendered = b""
@@ -359,7 +393,7 @@ def terminal_events(
         # Some clients read only the one, some only the other.
         rendered = response_event("error", number, framing, code=failure.code, message=failure.message, param=param)
         number += 1
-    return rendered + response_event(f"response.{response.status}", number, framing, response=response)
+    return rendered + response_event(f"response.{response.status}", number, framing, response=response, headers=headers)
 
 
 def response_event(kind: str, number: int, framing: Framing = SERVER_SENT, **fields: Any) -> bytes:
