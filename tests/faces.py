@@ -35,7 +35,7 @@ from triton_openai.demo.standins.scripted import ScriptedEngine
 from triton_openai.demo.standins.text import IncrementalText, Vocabulary
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.generation import Delta
-from triton_openai.operations import STREAMED, Call, Operation, Renderer, Streamed, Whole
+from triton_openai.operations import STREAMED, Call, Operation, PrepareRuns, Renderer, Streamed, Whole
 from triton_openai.telemetry.request_record import RequestRecord, request_id
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.config_reader import read_model_config
@@ -180,6 +180,15 @@ class _Output:
         self.body += b"".join((*renderer.openings(), *pieces))
         self.body += await renderer.ended(error)
         return STREAMED
+
+    async def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Streamed:
+        self.body += renderer.opening()
+        try:
+            runs = await prepare()
+        except ServiceError as failure:
+            self.body += await renderer.ended(failure)
+            return STREAMED
+        return await self.stream(runs, renderer, timeout=timeout)
 
     async def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None

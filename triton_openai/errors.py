@@ -141,6 +141,10 @@ class ServiceError(Exception):
             return {}
         return {"x-should-retry": "false"}
 
+    def header_fields(self) -> dict[str, str]:
+        """Return :meth:`headers` as an event has them: with names in lower case."""
+        return {name.lower(): value for name, value in self.headers().items()}
+
 
 class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
     """The client's request is wrong; *param* names the field in dotted form, if one is wrong."""

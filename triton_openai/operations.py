@@ -145,6 +145,8 @@ class Streamed(Enum):
 
 
 STREAMED = Streamed.STREAMED
+#: Makes the runs of a stream that has begun. Raises :class:`ServiceError`.
+PrepareRuns: TypeAlias = Callable[[], Awaitable[Sequence[Run]]]
 Reply: TypeAlias = Whole | LocalFile | RemoteFile | Streamed
 
 
@@ -158,6 +160,15 @@ class Output(Protocol):
 
     def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         """Start *runs*, and send what *renderer* makes of them, within *timeout* seconds."""
+        ...
+
+    def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        """
+        Send the opening of *renderer* at once, and do as :meth:`stream` with the runs that *prepare* returns.
+
+        While they are being prepared, the renderer keeps the connection open. Then its opening is asked for again: it
+        returns what there is to say about the preparation.
+        """
         ...
 
     def send_parts(
@@ -186,6 +197,9 @@ class NoStream:
     """The output of a caller that takes no streams."""
 
     def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        self._refuse()
+
+    def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         self._refuse()
 
     def send_parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,26 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_with_signs(
+    work: Awaitable[_Result], seconds: float, on_silence: Callable[[], Awaitable[None]]
+) -> _Result:
+    """
+    Return the result of *work*, and await *on_silence* every so many *seconds* until it is there.
+
+    An exception of *on_silence* cancels the work.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            done, _ = await asyncio.wait([task], timeout=seconds)
+            if done:
+                return task.result()
+            await on_silence()
+    finally:
+        if not task.done():
+            await cancel(task)
 
 
 @asynccontextmanager

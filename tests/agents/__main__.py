@@ -42,7 +42,8 @@ CLIENTS = {
     "LiteLLM": "litellm_client.py",
 }
 _TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
-_SECONDS = 120
+# For twenty turns: opencode needs some seconds for each on a slow machine.
+_SECONDS = 400
 _CODEX = """
 model = "{model}"
 model_provider = "triton"
@@ -198,19 +199,30 @@ class Session:
     def ask(self, question: str, *, again: bool = False) -> str:
         """Return what the agent prints when it is asked *question*."""
         agent = self._agent
-        command = [*(agent.again if again else agent.command), *(() if agent.pipe else (question,))]
-        done = subprocess.run(
+        command = list(agent.command)
+        if again:
+            command = list(agent.again)
+        piped = question
+        if not agent.pipe:
+            command.append(question)
+            piped = ""
+        process = subprocess.Popen(
             command,
             cwd=self._work,
             env=self._environ,
-            input=question if agent.pipe else "",
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_SECONDS,
-            check=False,
         )
-        return done.stdout
+        try:
+            printed, _ = process.communicate(piped, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            # opencode ignores other signals.
+            process.kill()
+            printed, _ = process.communicate()
+            printed += f"\nStopped after {_SECONDS} seconds."
+        return printed
 
     def run(self) -> dict[str, str]:
         """Return what went wrong, by what was tried; an empty text is nothing."""

@@ -175,7 +175,7 @@ class Authorizer:
         if not counted or not key.limit.any:
             return Entered(key, None)
         reservation = await self.admit(key)
-        record.headers = reservation.headers
+        record.headers = {**record.headers, **reservation.headers}
         if reservation.refusal is not None:
             raise reservation.refusal
         return Entered(key, reservation)

@@ -24,7 +24,11 @@ EXPOSED = (
     "x-session-token",
     "x-triton-openai-ignored",
     "x-triton-openai-repaired",
-    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens", "audio-seconds")
+    ),
 )
 # The port of an origin, which has none where it is the default one.
 _PORT = re.compile(r"(:[0-9]+)?\Z")

@@ -43,7 +43,7 @@ from triton_openai.models.canary import Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.lookup import Models
 from triton_openai.models.served import ServedModel
-from triton_openai.operations import Call, Operation, Renderer, Reply
+from triton_openai.operations import Call, Operation, PrepareRuns, Renderer, Reply
 from triton_openai.prompts.origins import CHAT_ORIGINS, Origins
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -195,6 +195,10 @@ class RequestContext(msgspec.Struct, Generic[_Body], eq=False):
     def stream(self, runs: Sequence[Run], renderer: Renderer) -> Awaitable[Reply]:
         """Stream *runs* to the caller, rendered by *renderer*. Raises as :meth:`Output.stream`."""
         return self.call.output.stream(runs, renderer, timeout=self.limits.total)
+
+    def stream_later(self, prepare: PrepareRuns, renderer: Renderer) -> Awaitable[Reply]:
+        """Stream the runs that *prepare* makes, as :meth:`Output.stream_later`. Raises as :meth:`Output.stream`."""
+        return self.call.output.stream_later(prepare, renderer, timeout=self.limits.total)
 
     def send_parts(self, parts: AsyncGenerator[bytes, None], media_type: str | None = None) -> Awaitable[Reply]:
         """Send *parts*, of a file of *media_type* or else events. Raises as :meth:`Output.send_parts`."""

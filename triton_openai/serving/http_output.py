@@ -21,10 +21,10 @@ from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.json_lines import escape_line_breaks
-from triton_openai.operations import STREAMED, Renderer, Streamed
+from triton_openai.operations import STREAMED, PrepareRuns, Renderer, Streamed
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.execution import send_stream
-from triton_openai.tasks import cancel
+from triton_openai.tasks import cancel, wait_with_signs
 from triton_openai.telemetry.request_record import RequestRecord
 
 # What precedes a chunk of HTTP, by its size. To format it takes more code, and so more of the processor's cache.
@@ -63,9 +63,19 @@ class EventStream:
     the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
     nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. A slow client pauses runs.
     Of several prompts, no answer begins before the model has accepted those that it has, for as long.
+
+    With *prepare*, which makes the runs, the status line and the opening are written at once.
     """
 
-    def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        runs: Sequence[Run],
+        renderer: Renderer,
+        *,
+        heartbeat: float,
+        prepare: PrepareRuns | None = None,
+    ) -> None:
         # Sent at the end, in one write, unless the answer begins before.
         self._whole = WholeResponse(headers=_HEADERS)
         self.response: web.StreamResponse = self._whole
@@ -74,6 +84,7 @@ class EventStream:
         self._request = request
         self._renderer = renderer
         self._piece = renderer.piece
+        self._prepare = prepare
         self._group = RunGroup(runs, self.push, check=self._check)
         # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
         # safe once the headers are sent: the writer buffers nothing.
@@ -108,6 +119,8 @@ class EventStream:
         Raises the error of a run, and ``ConnectionResetError`` if the client has disconnected.
         """
         renderer = self._renderer
+        if self._prepare is not None:
+            await self._open_early(self._prepare)
         with closing(self._group) as group:
             await group.start()
             if self._waits:
@@ -138,6 +151,28 @@ class EventStream:
                 if self._transport is not None and self._transport.is_closing():
                     raise ConnectionResetError("The client has left.")
                 await self._drained()
+
+    async def _open_early(self, prepare: PrepareRuns) -> None:
+        """Send the opening, keep the connection open until *prepare* has made the runs, and send what it has done."""
+        renderer = self._renderer
+        await self._send_head()
+        self._flowing = True
+        self._write(b"".join(renderer.openings()))
+
+        async def keep_alive() -> None:
+            transport = self._transport
+            if transport is None or transport.is_closing():
+                raise ConnectionResetError("The client has left.")
+            if not self._paused:
+                # Nothing piles up for a client that does not read.
+                self._write(renderer.keep_alive())
+
+        runs = await wait_with_signs(prepare(), self._heartbeat, keep_alive)
+        await self._drained()
+        self._group.close()
+        self._group = RunGroup(runs, self.push, check=self._check)
+        if events := b"".join(renderer.openings()):
+            self._write(events)
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
@@ -297,6 +332,11 @@ class HttpOutput:
         stream = EventStream(self._request, runs, renderer, heartbeat=self._heartbeat)
         self.sent = stream
         return send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
+
+    def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        stream = EventStream(self._request, (), renderer, heartbeat=self._heartbeat, prepare=prepare)
+        self.sent = stream
+        return send_stream(stream, self._record, self._draining, timeout=timeout)
 
     def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None

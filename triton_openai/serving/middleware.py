@@ -8,7 +8,6 @@ the last event of its stream. An unforeseen error is logged with its traceback; 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeAlias
@@ -141,13 +140,10 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
         record = request[RECORD]
         headers = response.headers
         headers["Server"] = "triton-openai"
-        headers["x-request-id"] = record.request_id
-        headers["openai-processing-ms"] = str(round((time.monotonic() - record.began) * 1000))
+        headers.update(record.answer_headers())
         if draining.begun:
             response.force_close()
             headers["Connection"] = "close"
-        if record.headers:
-            headers.update(record.headers)
         if authorizer.gateway is not None:
             # With it, the gateway finds the session's pod again.
             token = request.headers.get("x-session-token", "")

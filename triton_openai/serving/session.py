@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
@@ -56,8 +56,8 @@ class CallSession(ABC):
         """Begin what *frame* asks for. What is wrong with it is answered by a frame."""
 
     @abstractmethod
-    def error_frame(self, error: ServiceError) -> bytes:
-        """Return the frame that reports *error*."""
+    def error_frame(self, error: ServiceError, headers: Mapping[str, str]) -> bytes:
+        """Return the frame that reports *error*, with what the *headers* of an answer over HTTP say."""
 
     def check_stopping(self) -> None:
         """Raise :class:`UpstreamUnavailable` once the service stops."""
@@ -120,8 +120,8 @@ class CallSession(ABC):
             self.ended = True
 
     async def refuse(self, error: ServiceError) -> None:
-        """Send *error*."""
-        await self.send(self.error_frame(error))
+        """Send *error*, which is that of no call."""
+        await self.send(self.error_frame(error, error.header_fields()))
 
     async def finish(self) -> None:
         await self._idle.wait()

@@ -264,6 +264,18 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
                 error.__traceback__ = None
                 error = error.__context__
 
+    def answer_headers(self, error: ServiceError | None = None) -> dict[str, str]:
+        """
+        Return what the answer, which may be an *error*, says beside its body, as of now.
+
+        Over HTTP these are headers. Over a WebSocket an event of the answer has them as its field ``headers``.
+        """
+        milliseconds = round((time.monotonic() - self.began) * 1000)
+        headers = {"x-request-id": self.request_id, "openai-processing-ms": str(milliseconds), **self.headers}
+        if error is not None:
+            headers.update(error.header_fields())
+        return headers
+
     def free_memory(self) -> None:
         """Give back the memory for its media."""
         if self.memory is not None:

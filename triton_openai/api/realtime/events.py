@@ -291,9 +291,15 @@ def server_event(kind: str, **fields: Any) -> bytes:
     return encode({"type": kind, "event_id": new_id("event", "_"), **fields})
 
 
-def error_event(error: ServiceError, event_id: str | None = None) -> bytes:
-    """Return the frame that reports *error*; *event_id* is that of the client's event."""
-    return server_event("error", error={**error_body(error), "event_id": event_id})
+def error_event(error: ServiceError, event_id: str | None = None, *, headers: Mapping[str, str] | None = None) -> bytes:
+    """
+    Return the frame that reports *error*; *event_id* is that of the client's event.
+
+    *headers* are what the headers of an answer over HTTP say: by default, those of the error.
+    """
+    if headers is None:
+        headers = error.header_fields()
+    return server_event("error", error={**error_body(error), "event_id": event_id}, headers=headers)
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:

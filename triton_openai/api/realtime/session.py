@@ -147,8 +147,8 @@ class RealtimeSession(CallSession):
         except errors.ServiceError as error:
             await self.send(error_event(error, event_id))
 
-    def error_frame(self, error: errors.ServiceError) -> bytes:
-        return error_event(error)
+    def error_frame(self, error: errors.ServiceError, headers: Mapping[str, str]) -> bytes:
+        return error_event(error, headers=headers)
 
     async def finish(self) -> None:
         async with self._lock:

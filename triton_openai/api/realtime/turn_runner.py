@@ -181,10 +181,11 @@ class Turns:
             if text.language is not None:
                 fields["languages"] = [{"code": text.language}]
             usage = {"type": "duration", "seconds": round(turn.seconds, 3)}
-            await self._send(f"{_PREFIX}.completed", **part, **fields, usage=usage)
+            await self._send(f"{_PREFIX}.completed", **part, **fields, usage=usage, headers=record.answer_headers())
 
         async def failed(error: ServiceError) -> None:
-            await self._send(f"{_PREFIX}.failed", **part, error=error_body(error))
+            headers = record.answer_headers(error)
+            await self._send(f"{_PREFIX}.failed", **part, error=error_body(error), headers=headers)
 
         await self._session.run_call(record, self._operation.group, work, failed)
 

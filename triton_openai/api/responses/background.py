@@ -71,13 +71,15 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
 async def start(
     context: RequestContext[Conversation],
     made: StoredResponse,
-    prepared: PreparedChat,
+    prepared: PreparedChat | None,
     events: ResponseEvents,
     request: ParsedRequest,
     resources: AsyncExitStack,
 ) -> None:
     """
     Make a response of what is *prepared*, whether the client stays or not; then *resources* are closed.
+
+    ``None`` is prepared for a conversation that is compacted before.
 
     *request* serves another attempt: of the text-level model, or with a shorter prompt. The request's key is charged
     when the response has ended. Raises :class:`StoreUnavailable`.
@@ -99,7 +101,7 @@ async def _make(
     context: RequestContext[Conversation],
     made: StoredResponse,
     log: EventLog,
-    first: PreparedChat,
+    first: PreparedChat | None,
     events: ResponseEvents,
     request: ParsedRequest,
     resources: AsyncExitStack,
@@ -110,14 +112,18 @@ async def _make(
     pending = [first]
 
     async def answer(context: RequestContext[Conversation]) -> None:
+        prepared = None
         if pending:
             prepared = pending.pop()
             log.add(events.opening())
             if not await made.mark_in_progress():
                 raise asyncio.CancelledError
-        else:
-            # Another attempt: the model's engine does not take the request, or no Triton has this variant of the model.
+        if prepared is None:
+            # The conversation is compacted before. Or it is another attempt: the model's engine does not take the
+            # request, or no Triton has this variant of the model.
             prepared = await prepare_fitting(context, request, made.response.id)
+            events.go_on(prepared.runs[0], prepared.parsers[0], request.compaction)
+            log.add(events.opening())
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.check_room()

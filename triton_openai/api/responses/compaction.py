@@ -15,7 +15,7 @@ import structlog
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.agents import seal, seals_all
 from triton_openai.api.bodies import report_ignored
-from triton_openai.api.conversation import ChatOptions, Conversation, prepare_chat, prompt_of
+from triton_openai.api.conversation import ChatOptions, Conversation, PreparedChat, prepare_chat, prompt_of
 from triton_openai.api.responses.objects import Item, OutputCompaction
 from triton_openai.api.responses.request_reader import ParsedRequest, summary_text
 from triton_openai.api.service import RequestContext
@@ -57,6 +57,14 @@ def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, I
     return items
 
 
+async def is_too_long(context: RequestContext[Conversation], request: ParsedRequest) -> bool:
+    """Return whether the conversation of *request* has more tokens than its ``context_management`` allows."""
+    if request.is_too_long is None:
+        threshold = _threshold(context, request)
+        request.is_too_long = threshold is not None and await _count(context) > threshold
+    return request.is_too_long
+
+
 async def compact_beyond_threshold(context: RequestContext[Conversation], request: ParsedRequest) -> None:
     """
     Compact the conversation of *request* if it has more tokens than its ``context_management`` allows.
@@ -65,12 +73,9 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
     are kept in *request*, also for another attempt. If the model writes no summary, the conversation stays as it is,
     and the header of ignored options names ``context_management``. Raises :class:`ServiceError`.
     """
-    threshold = _threshold(context, request)
-    if threshold is None or request.summarized:
+    if request.summarized or not await is_too_long(context, request):
         return
     conversation = context.body
-    if await _count(context) <= threshold:
-        return
     limit = summary_limit(context.model.settings.max_model_len)
     options = ChatOptions(model=conversation.options.model, max_tokens=limit)
     if "temperature" in context.model.adapter.supported:
@@ -97,6 +102,18 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
         return
     request.compaction = OutputCompaction(encrypted_content=seal(summary, summarizes_all=True))
     _replace_by(summary, conversation)
+
+
+async def prepare_without_summary(context: RequestContext[Conversation], answer_id: str) -> PreparedChat:
+    """
+    Return what would answer the conversation of *context* after a compaction, with a summary that is still empty.
+
+    What is wrong with the request shows before its answer begins. Raises as :func:`prepare_chat`.
+    """
+    conversation = context.body
+    shortened = msgspec.structs.replace(conversation, messages=list(conversation.messages))
+    _replace_by("", shortened)
+    return await prepare_chat(context.about(shortened), answer_id, fitting=True)
 
 
 def _replace_by(summary: str, conversation: Conversation) -> None:

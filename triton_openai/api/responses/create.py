@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from secrets import token_hex
@@ -11,11 +11,18 @@ from typing import Any
 import msgspec
 
 from triton_openai import errors, offload
+from triton_openai.answer.run import Run
 from triton_openai.api import agents
 from triton_openai.api.bodies import check_texts, now, report_ignored, whole
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
-from triton_openai.api.responses.compaction import SUMMARIZE, after_compaction, summary_limit
+from triton_openai.api.responses.compaction import (
+    SUMMARIZE,
+    after_compaction,
+    is_too_long,
+    prepare_without_summary,
+    summary_limit,
+)
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.item_renderer import response_event
@@ -83,8 +90,9 @@ async def prepare(service: Service, call: Call[ResponsesRequest], recent: Recent
     await made.finalize()
     recent.put(made)
     begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
-    created = response_event("response.created", 0, JSON_LINES, response=begun)
-    return created + terminal_events(made.response, 1, framing=JSON_LINES)
+    headers = call.record.answer_headers()
+    created = response_event("response.created", 0, JSON_LINES, response=begun, headers=headers)
+    return created + terminal_events(made.response, 1, framing=JSON_LINES, headers=headers)
 
 
 def _begun(context: RequestContext[ResponsesRequest], recent: RecentLane | None = None) -> StoredResponse:
@@ -199,10 +207,13 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
 
 
 async def _answer(context: RequestContext[Conversation], *, made: StoredResponse, request: ParsedRequest) -> Reply:
+    if request.body.stream and await is_too_long(context, request):
+        return await _stream_compacted(context, made, request)
+
     async def answer(prepared: PreparedChat) -> Reply:
         if request.body.truncation != "auto":
             context.forget_messages()
-        events = _events(made, request, prepared)
+        events = _events(context, made, request, prepared)
         if request.body.stream:
             return await context.stream(prepared.runs, events)
         await agents.render(events, prepared.runs[0], timeout=context.limits.total)
@@ -212,7 +223,32 @@ async def _answer(context: RequestContext[Conversation], *, made: StoredResponse
     return await answered(context, request, made.response.id, answer)
 
 
-def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat) -> ResponseEvents:
+async def _stream_compacted(
+    context: RequestContext[Conversation], made: StoredResponse, request: ParsedRequest
+) -> Reply:
+    """
+    Stream the answer to a conversation that is compacted before: the first events do not wait for the summary.
+
+    The rest of the request is checked before. Raises as :func:`prepare_chat`.
+    """
+    checked = await prepare_without_summary(context, made.response.id)
+    events = _events(context, made, request, checked)
+
+    async def prepare() -> Sequence[Run]:
+        prepared = await prepare_fitting(context, request, made.response.id)
+        if request.body.truncation != "auto":
+            context.forget_messages()
+        (run,) = prepared.runs
+        (parser,) = prepared.parsers
+        events.go_on(run, parser, request.compaction)
+        return prepared.runs
+
+    return await context.stream_later(prepare, events)
+
+
+def _events(
+    context: RequestContext[Conversation], made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
+) -> ResponseEvents:
     """Return what renders the answer to what is *prepared* as the response."""
     (run,) = prepared.runs
     (parser,) = prepared.parsers
@@ -224,28 +260,32 @@ def _events(made: StoredResponse, request: ParsedRequest, prepared: PreparedChat
     names = request.tools.names
     forced = prepared.plan.forced
 
-    if made.recent is None:
-        framing = SERVER_SENT
-    else:
+    framing = SERVER_SENT
+    record = None
+    if made.recent is not None:
         # The connection is a WebSocket.
         framing = JSON_LINES
+        record = context.record
 
     async def keep() -> None:
         await made.finalize()
         if made.recent is not None:
             made.recent.put(made)
 
-    return ResponseEvents(
+    events = ResponseEvents(
         made.response,
         run,
         parser,
         names=names,
         sealed=sealed,
         forced=forced,
-        compaction=request.compaction,
+        record=record,
         keep=keep,
         framing=framing,
     )
+    if request.compaction is not None:
+        events.go_on(run, parser, request.compaction)
+    return events
 
 
 async def _begin_in_background(context: RequestContext[ResponsesRequest], made: StoredResponse) -> Reply:
@@ -263,14 +303,16 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             limits = msgspec.structs.replace(context.limits, times_tokens=True)
             own = msgspec.structs.replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
-            prepare = partial(prepare_fitting, request=request, answer_id=made.response.id)
-            # The summary of a conversation that is compacted is work of the model.
-            compacts = bool(request.body.context_management)
-            prepared = await asked.admitted(prepare, param=_MESSAGES, runs=compacts)
+            prepare = partial(_prepare_for_later, request=request, answer_id=made.response.id)
+            prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
             # They name what is ignored.
             context.record.headers = record.headers
-            events = _events(made, request, prepared)
-            await background.start(asked, made, prepared, events, request, stack)
+            events = _events(asked, made, request, prepared)
+            first: PreparedChat | None = prepared
+            if request.is_too_long:
+                # Its summary is made first.
+                first = None
+            await background.start(asked, made, first, events, request, stack)
     finally:
         made.state.beginning[made.owner] -= 1
         if not made.state.beginning[made.owner]:
@@ -278,6 +320,19 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
     if context.body.stream:
         return await background.ResumedEvents(made, -1).send(context.call.output)
     return whole(made.response)
+
+
+async def _prepare_for_later(
+    context: RequestContext[Conversation], request: ParsedRequest, answer_id: str
+) -> PreparedChat:
+    """
+    Return what answers the conversation of *request*, or what checks the rest of a request whose summary comes later.
+
+    Raises as :func:`prepare_chat`.
+    """
+    if await is_too_long(context, request):
+        return await prepare_without_summary(context, answer_id)
+    return await prepare_fitting(context, request, answer_id)
 
 
 async def compact(service: Service, call: Call[CompactRequest]) -> Reply:

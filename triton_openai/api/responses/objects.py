@@ -373,3 +373,5 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     code: str | UnsetType | None = UNSET
     message: str | UnsetType = UNSET
     param: str | UnsetType | None = UNSET
+    #: Over a WebSocket, what the headers of an answer over HTTP say: in the first and the last event.
+    headers: Mapping[str, str] | UnsetType = UNSET

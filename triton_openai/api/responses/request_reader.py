@@ -358,6 +358,8 @@ class ParsedRequest(msgspec.Struct):
     tools: Tools
     #: The items that it goes on from.
     before: Sequence[Item] = ()
+    #: Whether the conversation is compacted; ``None`` until its tokens are counted.
+    is_too_long: bool | None = None
     #: The summary that the answer goes on from, if the conversation was compacted for it.
     compaction: OutputCompaction | None = None
     #: How the model made that summary.

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import encode_each, now
@@ -18,10 +19,7 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overload
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content
-
-# Events of the summary of a conversation that was compacted.
-_COMPACTION_EVENTS = 3
-
+from triton_openai.telemetry.request_record import RequestRecord
 
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
@@ -47,8 +45,8 @@ class ResponseEvents(EventRenderer):
     sealed: bool
     #: Whether it is tool calls and nothing else.
     forced: bool = False
-    #: The summary that it goes on from, if the conversation was compacted for it: its first item.
-    compaction: objects.OutputCompaction | None = None
+    #: The call, whose first and last event have what the headers of an answer over HTTP say; ``None``: over HTTP.
+    record: RequestRecord | None = None
     #: Keeps the response before its last event is sent.
     keep: Callable[[], Awaitable[None]] | None = None
     framing: Framing = SERVER_SENT
@@ -59,11 +57,10 @@ class ResponseEvents(EventRenderer):
         self._queued = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._items.next_number = 2
-        if self.compaction is not None:
-            self.compaction.id = f"cmp_{self.response.id.partition('_')[2]}0000"
-            self._items.add(self.compaction)
-            self._items.next_number += _COMPACTION_EVENTS
-        self._first = self._items.count
+        # The items before the answer.
+        self._first = 0
+        # The summary, until its events are sent.
+        self._compaction: objects.OutputCompaction | None = None
 
     def queued(self) -> bytes:
         """Return the first events of a response that waits for its turn in the background; the opening follows."""
@@ -71,24 +68,47 @@ class ResponseEvents(EventRenderer):
         return self._begun("response.created", 0) + self._begun("response.queued", 1)
 
     def opening(self) -> bytes:
-        """Return the events that open the response, once."""
+        """Return the events that open the response, each once; that with the summary comes when it is made."""
         if self._opened:
-            return b""
+            return self._compacted()
         self._opened = True
         if self._queued:
             self.response.status = "in_progress"
             self._items.next_number += 1
-            return self._begun("response.in_progress", 2) + self._compacted(3)
-        return self._begun("response.created", 0) + self._begun("response.in_progress", 1) + self._compacted(2)
+            begun = self._begun("response.in_progress", 2)
+        else:
+            begun = self._begun("response.created", 0) + self._begun("response.in_progress", 1)
+        return begun + self._compacted()
 
-    def _compacted(self, number: int) -> bytes:
-        """Return the events of the summary, from *number* on, if there is one."""
-        item = self.compaction
+    def _compacted(self) -> bytes:
+        """Return the events of the summary, once, if there is one."""
+        item = self._compaction
         if item is None:
             return b""
-        added = response_event("response.output_item.added", number, output_index=0, item=item)
-        event = response_event("response.compaction.compacting", number + 1, output_index=0, item_id=item.id)
-        return added + event + response_event("response.output_item.done", number + 2, output_index=0, item=item)
+        self._compaction = None
+        number = self._items.next_number
+        self._items.next_number += 3
+        added = response_event("response.output_item.added", number, self.framing, output_index=0, item=item)
+        event = response_event(
+            "response.compaction.compacting", number + 1, self.framing, output_index=0, item_id=item.id
+        )
+        done = response_event("response.output_item.done", number + 2, self.framing, output_index=0, item=item)
+        return added + event + done
+
+    def go_on(self, run: Run, parser: AnswerParser, compaction: objects.OutputCompaction | None) -> None:
+        """
+        Take the run that answers and the parser of its text, where they were made after the first events.
+
+        *compaction* is the summary that they go on from: the first item. :meth:`opening` then returns its events.
+        """
+        self.run = run
+        self.parser = parser
+        if compaction is None or self._first:
+            return
+        compaction.id = f"cmp_{self.response.id.partition('_')[2]}0000"
+        self._items.add(compaction)
+        self._first = self._items.count
+        self._compaction = compaction
 
     def keep_alive(self) -> bytes:
         """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
@@ -104,7 +124,9 @@ class ResponseEvents(EventRenderer):
         if self._queued and not self._opened:
             status = "queued"
         begun = msgspec.structs.replace(self.response, status=status, error=None, output=())
-        return response_event(name, number, self.framing, response=begun)
+        if self.record is None or name != "response.created":
+            return response_event(name, number, self.framing, response=begun)
+        return response_event(name, number, self.framing, response=begun, headers=self.record.answer_headers())
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._items.item) is objects.OutputMessage and not delta.logprobs:
@@ -145,7 +167,11 @@ class ResponseEvents(EventRenderer):
         param = None
         if error is not None:
             param = error.param
-        return events + terminal_events(self.response, self._items.next_number, param, framing=self.framing)
+        headers: Mapping[str, str] | UnsetType = UNSET
+        if self.record is not None:
+            headers = self.record.answer_headers(error)
+        number = self._items.next_number
+        return events + terminal_events(self.response, number, param, framing=self.framing, headers=headers)
 
     def concluded(self, error: ServiceError | None) -> bytes:
         """Set how the response ended, by *error* if there is one; return the events before the last ones."""
@@ -192,11 +218,17 @@ def _failure(error: ServiceError) -> objects.ResponseFailure:
 
 
 def terminal_events(
-    response: objects.ResponseObject, number: int, param: str | None = None, *, framing: Framing = SERVER_SENT
+    response: objects.ResponseObject,
+    number: int,
+    param: str | None = None,
+    *,
+    framing: Framing = SERVER_SENT,
+    headers: Mapping[str, str] | UnsetType = UNSET,
 ) -> bytes:
     """
     Return what every stream of *response* ends with, from event *number* on; *param* is what a failure blames.
 
+    Over a WebSocket the last event has the *headers* of an answer over HTTP.
     For a cancelled response that is ``response.cancelled``, which OpenAI names for webhooks only.
     """
     rendered = b""
@@ -205,4 +237,4 @@ def terminal_events(
         # Some clients read only the one, some only the other.
         rendered = response_event("error", number, framing, code=failure.code, message=failure.message, param=param)
         number += 1
-    return rendered + response_event(f"response.{response.status}", number, framing, response=response)
+    return rendered + response_event(f"response.{response.status}", number, framing, response=response, headers=headers)

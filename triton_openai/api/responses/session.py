@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import closing
 from time import monotonic
 from typing import Annotated, Any, Literal
@@ -30,9 +30,10 @@ from triton_openai.api.responses.stored import RecentResponses
 from triton_openai.api.service import Service
 from triton_openai.draining import Draining
 from triton_openai.generation import Delta
-from triton_openai.operations import Call, NoStream, Opening, Renderer, Send, Streamed
+from triton_openai.operations import Call, NoStream, Opening, PrepareRuns, Renderer, Send, Streamed
 from triton_openai.serving.execution import send_stream
 from triton_openai.serving.session import CallSession
+from triton_openai.tasks import wait_with_signs
 from triton_openai.telemetry.request_record import RequestRecord
 
 # Bytes of events that wait for a slow client, above which its runs pause.
@@ -99,7 +100,7 @@ class ResponsesSession(CallSession):
         try:
             self._check_room(read)
         except errors.ServiceError as error:
-            await self._refuse(read.stream_id, error)
+            await self._refuse(read, error)
             return
         lane = self._lanes.setdefault(read.stream_id, _Lane())
         lane.waiting.append(read)
@@ -156,7 +157,7 @@ class ResponsesSession(CallSession):
 
         async def failed(error: errors.ServiceError) -> None:
             self._recent.drop(frame.stream_id)
-            await self._refuse(frame.stream_id, error)
+            await self._refuse(frame, error)
 
         await self.run_call(record, self._operation.group, work, failed)
         # Nobody reads a further answer.
@@ -192,12 +193,13 @@ class ResponsesSession(CallSession):
         else:
             await respond(service, call, recent)
 
-    def error_frame(self, error: errors.ServiceError) -> bytes:
-        return b'{"type":"error","status":%d,' % error.status + error.envelope()[1:]
+    def error_frame(self, error: errors.ServiceError, headers: Mapping[str, str]) -> bytes:
+        # The fields of OpenAI's event, and the headers as Codex CLI reads them.
+        return encode({"type": "error", "status": error.status, "error": error.body(), "headers": headers})
 
-    async def _refuse(self, stream_id: str | None, error: errors.ServiceError) -> None:
-        """Send *error* as the answer to a request."""
-        await self._sender(stream_id)(self.error_frame(error))
+    async def _refuse(self, frame: _Frame, error: errors.ServiceError) -> None:
+        """Send *error* as the answer to the request in *frame*."""
+        await self._sender(frame.stream_id)(self.error_frame(error, frame.record.answer_headers(error)))
 
     def _sender(self, stream_id: str | None) -> Send:
         """Return what sends an event with its *stream_id*."""
@@ -240,6 +242,10 @@ class _FrameOutput(NoStream):
         stream = _FrameStream(runs, renderer, self.send, self._heartbeat)
         return send_stream(stream, self._record, self._draining, timeout=timeout, runs=runs)
 
+    def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
+        stream = _FrameStream((), renderer, self.send, self._heartbeat, prepare)
+        return send_stream(stream, self._record, self._draining, timeout=timeout)
+
 
 class _FrameStream:
     """
@@ -248,12 +254,21 @@ class _FrameStream:
     While a slow client takes what was sent, events wait, and the runs pause when they have become many.
     """
 
-    def __init__(self, runs: Sequence[Run], renderer: Renderer, send: Send, heartbeat: float) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        renderer: Renderer,
+        send: Send,
+        heartbeat: float,
+        prepare: PrepareRuns | None = None,
+    ) -> None:
+        """With *prepare*, which makes the runs, the opening is sent at once."""
         self.begun = False
         self.complete = False
         self._renderer = renderer
         self._send = send
         self._heartbeat = heartbeat
+        self._prepare = prepare
         self._group = RunGroup(runs, self._push, check=self._check)
         self._waiting: list[bytes] = []
         self._waiting_size = 0
@@ -282,6 +297,8 @@ class _FrameStream:
 
     async def run(self) -> None:
         """Send the requests to Triton, and the events to the client up to the end. Raises the error of a run."""
+        if self._prepare is not None:
+            await self._open_early(self._prepare)
         with closing(self._group) as group:
             await group.start()
             while group.unfinished:
@@ -296,6 +313,19 @@ class _FrameStream:
                 if events:
                     await self._write(events)
         self.complete = True
+
+    async def _open_early(self, prepare: PrepareRuns) -> None:
+        """Send the opening, keep the connection open until *prepare* has made the runs, and send what it has done."""
+        await self._write(b"")
+
+        async def keep_alive() -> None:
+            await self._write(self._renderer.keep_alive())
+
+        runs = await wait_with_signs(prepare(), self._heartbeat, keep_alive)
+        self._group.close()
+        self._group = RunGroup(runs, self._push, check=self._check)
+        if events := self._renderer.opening():
+            await self._write(events)
 
     async def fail(self, error: errors.ServiceError) -> None:
         """Send *error* as the last event."""
