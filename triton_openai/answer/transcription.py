@@ -23,8 +23,8 @@ from triton_openai.answer.recognition import (
     ReadText,
     Recognizer,
     TranscriptionOptions,
-    moved,
     segments_of,
+    shifted,
 )
 from triton_openai.answer.spoken_words import place_words
 from triton_openai.answer.upstream_call import UpstreamClient
@@ -65,7 +65,7 @@ class Transcription:
         """Yield the pieces of the text. Raises :class:`ServiceError`."""
         await self._recognizer.prepare()
         async with aclosing(recording.chunks()) as chunks:
-            if self._recognizer.gives_times:
+            if self._recognizer.has_window_ends:
                 pieces = self._in_windows(chunks)
             else:
                 pieces = self._in_parallel(chunks)
@@ -131,7 +131,7 @@ class Transcription:
         if self._options.words:
             self.words += await place_words(transcript, chunk, self._recognizer.recognition.sample_rate)
         self._recognizer.language = self._recognizer.language or transcript.language
-        self.segments += [moved(segment, chunk.start) for segment in segments_of(transcript, chunk)]
+        self.segments += [shifted(segment, chunk.start) for segment in segments_of(transcript, chunk)]
 
 
 class _Asked:
