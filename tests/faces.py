@@ -22,8 +22,8 @@ from tests.conformance.fake_triton import config_of
 from tests.proxy_fixture import Answer
 from triton_openai import demo
 from triton_openai.access.keys import NO_KEY
-from triton_openai.answer.fan_out import RunGroup
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import RunGroup
 from triton_openai.api.bodies import decode_json
 from triton_openai.api.messages.message_events import error_body
 from triton_openai.api.service import Service

@@ -26,9 +26,9 @@ from tests.conformance.calls import (
 )
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.answer.fan_out import collect
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec
+from triton_openai.answer.run_group import collect
 from triton_openai.api.bodies import new_id
 from triton_openai.api.service import RequestContext, Service, runs_of
 from triton_openai.app import SERVICE

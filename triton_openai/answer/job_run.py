@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar, cast
 from msgspec.structs import replace
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.limits import check_size, too_many_tokens_error
 from triton_openai.answer.prepare import check_ids, no_tokenizer_error, tokenizer_of
+from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import InvalidAnswer, InvalidValue, UnsupportedParameter
 from triton_openai.jobs import ClassificationResult, EmbeddingJob, Job, Pooling, Result, ScoreJob, ScoreResult, TextJob
@@ -284,7 +284,7 @@ def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation
     return "softmax"
 
 
-def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
+def apply_activation(values: Sequence[float], activation: Activation) -> Sequence[float]:
     """Return the probabilities for logits; the softmax of one class is its sigmoid. Raises :class:`InvalidAnswer`."""
     highest = max(values)
     if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):

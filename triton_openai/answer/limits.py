@@ -159,13 +159,13 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
     longest = tokenizer.pieces.longest
     if longest is None or limit is None or len(text) * 4 <= limit * longest:
         return
-    size = size_of(text)
+    size = utf8_size(text)
     if size > limit * longest:
         problem = f"your prompt has {size} bytes, more than that many tokens can hold"
         # There are no fewer tokens.
         raise too_many_tokens_error(limit, problem, tokens=-(-size // longest))
 
 
-def size_of(text: str) -> int:
+def utf8_size(text: str) -> int:
     """Return the number of bytes of *text*. Lone surrogates count too; they are refused elsewhere."""
     return len(text.encode(errors="surrogatepass"))

@@ -175,7 +175,7 @@ _MAX_SCORES = 1_000_000
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
-    """How to score."""
+    """How the log probabilities of the tokens of prompts are made."""
 
     #: The alternatives to each token.
     count: int

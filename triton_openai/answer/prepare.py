@@ -12,7 +12,7 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.answer.budgeted_run import BudgetedRun
-from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, size_of
+from triton_openai.answer.limits import TimeLimits, TokenLimit, check_size, utf8_size
 from triton_openai.answer.logits_reader import PromptScoring
 from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
@@ -285,7 +285,7 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     ids = generation.prompt_ids
     longest = limit.longest_prompt
     # There are no more tokens than bytes.
-    if longest is None or (ids is None and limit.context is None and size_of(generation.prompt) <= longest):
+    if longest is None or (ids is None and limit.context is None and utf8_size(generation.prompt) <= longest):
         return generation
     adds_bos = model.adapter.metadata.adds_bos
     if ids is not None:

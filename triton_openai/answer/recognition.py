@@ -96,7 +96,7 @@ class Recognizer:
         self._number = 0
 
     @property
-    def gives_times(self) -> bool:
+    def has_window_ends(self) -> bool:
         """Whether its answers say where the next window begins, as those in Whisper's tokens do."""
         return self._whisper is not None
 
@@ -328,7 +328,7 @@ def _joined(chunk: Chunk, parts: Sequence[Chunk], transcripts: Sequence[Transcri
         text += blank_between(text, transcript.text) + transcript.text
         language = language or transcript.language
         later = part.start - chunk.start
-        segments += [moved(segment, later) for segment in segments_of(transcript, part)]
+        segments += [shifted(segment, later) for segment in segments_of(transcript, part)]
         words += [replace(word, start=word.start + later, end=word.end + later) for word in transcript.words]
         logprobs += transcript.logprobs
     return Transcript(text=text, language=language, segments=segments, words=words, logprobs=logprobs)
@@ -348,7 +348,7 @@ def segments_of(transcript: Transcript, chunk: Chunk) -> Sequence[Segment]:
     return [whole]
 
 
-def moved(segment: Segment, seconds: float) -> Segment:
+def shifted(segment: Segment, seconds: float) -> Segment:
     """Return *segment* so many *seconds* later."""
     return replace(segment, start=segment.start + seconds, end=segment.end + seconds)
 

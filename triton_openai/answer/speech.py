@@ -199,9 +199,9 @@ class _PieceCall(UpstreamCall):
         self.progress = CallProgress()
 
 
-class Speaker:
+class SpeechRun:
     """
-    Speaks *texts* one after the other, as *job* says for each. Must be closed.
+    The synthesis of *texts*, one after the other, as *job* says for each. Must be closed.
 
     *progress* gets the times of what is sent and comes.
     """

@@ -126,7 +126,7 @@ class TokenText:
         return ids
 
 
-class EndedTokenText(TokenText):
+class EngineEndedText(TokenText):
     """
     Sets the text of deltas from their token ids, where the engine ends the answer by itself.
 
@@ -201,7 +201,7 @@ class StopStrings:
             return text
         return text.removesuffix(self.matched)
 
-    def skip(self, piece: str) -> str:
+    def feed_without_match(self, piece: str) -> str:
         """Return the text that can be shown now where no stop string may end in *piece* yet."""
         text = self._held + piece
         keep = self._could_begin(text)
@@ -325,7 +325,7 @@ class StopStage:
         if self._skipped > 0:
             self._skipped -= delta.tokens or 0
             if self._skipped >= 0:
-                delta.text = self.stops.skip(delta.text)
+                delta.text = self.stops.feed_without_match(delta.text)
                 return
         reported = self._backend_stops and delta.finish_reason is FinishReason.STOP
         if reported:
@@ -380,7 +380,7 @@ class Pipeline:
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
             if capabilities.ends_itself:
-                self._token_text = EndedTokenText(tokenizer.pieces, generation, generation.vocabulary)
+                self._token_text = EngineEndedText(tokenizer.pieces, generation, generation.vocabulary)
             else:
                 self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
             stages.append(self._token_text.feed)

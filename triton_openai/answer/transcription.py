@@ -22,8 +22,8 @@ from triton_openai.answer.recognition import (
     ReadText,
     Recognizer,
     TranscriptionOptions,
-    moved,
     segments_of,
+    shifted,
 )
 from triton_openai.answer.spoken_words import place_words
 from triton_openai.answer.timeline import add_segment, add_words
@@ -65,7 +65,7 @@ class Transcription:
         """Yield the pieces of the text. Raises :class:`ServiceError`."""
         await self._recognizer.prepare()
         async with aclosing(recording.chunks()) as chunks:
-            if self._recognizer.gives_times:
+            if self._recognizer.has_window_ends:
                 pieces = self._in_windows(chunks)
             else:
                 pieces = self._in_parallel(chunks)
@@ -133,7 +133,7 @@ class Transcription:
             add_words(self.words, words, chunk.start, chunk.end)
         self._recognizer.language = self._recognizer.language or transcript.language
         for segment in segments_of(transcript, chunk):
-            add_segment(self.segments, moved(segment, chunk.start), chunk.start, chunk.end)
+            add_segment(self.segments, shifted(segment, chunk.start), chunk.start, chunk.end)
 
 
 class _Asked:

@@ -11,9 +11,9 @@ from typing import Any
 import structlog
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import collect
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import collect
 from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import Conversation, prompt_of
 from triton_openai.api.logprobs import rendering_cost

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import Collected, collect
+from triton_openai.answer.run_group import Collected, collect
 from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, now
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (

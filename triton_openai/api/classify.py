@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from triton_openai import offload
-from triton_openai.answer.job_run import Activation, activated, activation_of, labels_of
+from triton_openai.answer.job_run import Activation, activation_of, apply_activation, labels_of
 from triton_openai.api.bodies import encode_each, new_id, now, whole_of
 from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
@@ -71,6 +71,6 @@ async def create(service: Service, call: Call[ClassifyRequest]) -> Reply:
 
 
 def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:
-    probs = activated(values, activation)
+    probs = apply_activation(values, activation)
     label = labels.get(max(range(len(probs)), key=probs.__getitem__))
     return Classification(index=index, label=label, probs=probs, num_classes=len(probs))

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import Collected, collect
 from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from triton_openai import __version__
 from triton_openai.access.keys import ApiKey
-from triton_openai.answer.fan_out import collect
 from triton_openai.answer.job_run import run_job
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
+from triton_openai.answer.run_group import collect
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.api.bodies import new_id, whole
 from triton_openai.api.messages import operations as messages

@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import astuple
 
 from triton_openai import offload
-from triton_openai.answer.fan_out import Collected
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import Collected
 from triton_openai.errors import InvalidAnswer
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.job_run import activated, activation_of, labels_of
+from triton_openai.answer.job_run import activation_of, apply_activation, labels_of
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, new_id, whole_of
 from triton_openai.api.service import Service, begin
 from triton_openai.config.tree import Category, ModerationSettings
@@ -123,7 +123,7 @@ async def handle(service: Service, call: Call[ModerationRequest]) -> Reply:
     classes = _classes(model, rules, labels_of(result, tokenizer), len(result.values[0]))
 
     def answer() -> Moderation:
-        results = [_rated(activated(values, activation), classes, rules) for values in result.values]
+        results = [_rated(apply_activation(values, activation), classes, rules) for values in result.values]
         return Moderation(id=job.id, model=context.body.model, results=results)
 
     return await whole_of(answer, cost=10 * offload.ITEM * len(result.values))

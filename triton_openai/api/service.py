@@ -116,7 +116,7 @@ class Service:
         Raises :class:`ModelNotFound`, also for a model that *key* may not use, and :class:`UpstreamUnavailable` if
         Triton does not answer or the model is not ready.
         """
-        return await self.models.find(name, key.allows)
+        return await self.models.find(name, key)
 
 
 class RequestContext(msgspec.Struct, Generic[_Body], eq=False):
@@ -333,7 +333,7 @@ async def begin(service: Service, call: Call[_Request], *, read_as_chat: bool = 
     operation = call.operation
     body = call.body
     record = call.record
-    model = await service.models.find(call.path.get("deployment", body.model), call.key.allows)
+    model = await service.models.find(call.path.get("deployment", body.model), call.key)
     body.model = model.name
     stream = bool(getattr(body, "stream", False))
     if operation.jobs:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
-from triton_openai.answer.speech import Speaker, longest_piece, pieces
+from triton_openai.answer.speech import SpeechRun, longest_piece, pieces
 from triton_openai.api.bodies import ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.parameters import accepting
@@ -146,14 +146,14 @@ async def _speak(context: RequestContext[SpeechRequest], job: SynthesisJob, text
     progress = AnswerState(Generation(id=job.id, prompt=body.input, sampling=Sampling(max_tokens=0)))
     record.answers = [progress]
     record.response_id = job.id
-    speaker = Speaker(context.upstream(), context.model, job, texts, context.limits, progress)
-    parts = _file(context, speaker)
+    run = SpeechRun(context.upstream(), context.model, job, texts, context.limits, progress)
+    parts = _file(context, run)
     try:
         if body.stream_format == "sse":
             return await context.send_parts(_events(parts))
         return await context.send_parts(parts, MEDIA_TYPES[body.response_format])
     finally:
-        speaker.close()
+        run.close()
 
 
 async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -166,7 +166,7 @@ async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
     yield data_event(encode(SpeechEvent(type="speech.audio.done", usage=SpeechUsage())))
 
 
-async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> AsyncGenerator[bytes, None]:
+async def _file(context: RequestContext[SpeechRequest], run: SpeechRun) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of the file as they are made, some of them empty. Raises :class:`ServiceError`."""
     from triton_openai.media.encode import encoder
 
@@ -179,7 +179,7 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
     made = None
     if rate:
         made = await asyncio.to_thread(encoder, kind, rate)
-    async for samples, rate in _spoken_samples(speaker, synthesis):
+    async for samples, rate in _spoken_samples(run, synthesis):
         if made is None:
             made = await asyncio.to_thread(encoder, kind, rate)
         start = 0
@@ -196,12 +196,12 @@ async def _file(context: RequestContext[SpeechRequest], speaker: Speaker) -> Asy
     yield await offload.run(made.finish, cost=encoding_cost(kind, rate, rate))
 
 
-async def _spoken_samples(speaker: Speaker, synthesis: Synthesis) -> AsyncIterator[tuple[Samples, int]]:
+async def _spoken_samples(run: SpeechRun, synthesis: Synthesis) -> AsyncIterator[tuple[Samples, int]]:
     """Yield what is spoken, and the rate of its samples. Raises :class:`ServiceError`."""
     from triton_openai.media.encode import Joiner
 
     rate = synthesis.rate
-    async for spoken in speaker.pieces():
+    async for spoken in run.pieces():
         joiner = Joiner(round(synthesis.overlap * rate))
         async for part in spoken:
             samples, rate = await _samples(part, rate)

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Recognition
-from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.repetition import compression_ratio
+from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, report_ignored, whole
 from triton_openai.api.media_limits import Upload, audio_too_large, form_of, max_form_size, receiving_audio

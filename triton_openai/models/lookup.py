@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
 import structlog
 
+from triton_openai.access.keys import NO_KEY, ApiKey
 from triton_openai.config.tree import Settings
 from triton_openai.config.validation import did_you_mean
 from triton_openai.draining import Draining, ModelDraining
@@ -90,12 +91,12 @@ class Models:
     def _exists(self, name: str) -> bool:
         return any(entry.name == name for entry in self.fleet.snapshot.index)
 
-    def requested_name(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> str:
+    def requested_name(self, name: str, key: ApiKey = NO_KEY) -> str:
         """
         Return the name of the model that answers a request for *name*.
 
-        A name of OpenAI's moderation means the only classifier that can moderate, of those that *allows* says the
-        client may use, or the default model if it is one of several. Raises :class:`InvalidRequest` if there is none.
+        A name of OpenAI's moderation means the only classifier that can moderate, of those that *key*
+        opens, or the default model if it is one of several. Raises :class:`InvalidRequest` if there is none.
         """
         if name in self.served or self._exists(name):
             return name
@@ -106,7 +107,7 @@ class Models:
                 return self._binder.aliases[max(fitting, key=len)]
             if name not in _MODERATION_NAMES:
                 return name
-            moderators = self._moderators(allows)
+            moderators = self._moderators(key)
             if default in moderators:
                 return default
             if len(moderators) == 1:
@@ -116,12 +117,12 @@ class Models:
             raise missing("model")
         return default or name
 
-    def _moderators(self, allows: Callable[[str], bool]) -> list[str]:
+    def _moderators(self, key: ApiKey) -> list[str]:
         """Return the served models whose settings map labels to OpenAI's categories."""
         return [
             name
             for name, model in self.served.items()
-            if name == model.triton_model and model.settings.moderation.labels and allows(name)
+            if name == model.triton_model and model.settings.moderation.labels and key.allows(name)
         ]
 
     async def listed(self) -> Mapping[str, ServedModel]:
@@ -134,12 +135,12 @@ class Models:
         async with self._binding:
             return self.served
 
-    async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
+    async def find(self, name: str, key: ApiKey = NO_KEY) -> ServedModel:
         """
         Return the served model called *name*, asking Triton again if it is not known.
 
         An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
-        *allows* returns whether the client may use a name. Raises :class:`InvalidRequest` for an empty name without a
+        *key* is the client's, which may not open all models. Raises :class:`InvalidRequest` for an empty name without a
         default model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the
         model.
         """
@@ -148,9 +149,9 @@ class Models:
             await self.fleet.reload()
             self._version = version
         if name not in self.served:
-            name = self.requested_name(name, allows)
-        if not allows(name):
-            raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
+            name = self.requested_name(name, key)
+        if key.models is not None and not key.allows(name):
+            raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, key))
         if name in self.served:
             unlisted = None
         else:
@@ -187,18 +188,18 @@ class Models:
             if unserved.settings:
                 hint += f" These settings would serve it:\n{unserved.settings}"
             raise ModelNotFound(name, why="is not served", hint=hint)
-        raise ModelNotFound(name, hint=self._suggestion(name, allows))
+        raise ModelNotFound(name, hint=self._suggestion(name, key))
 
-    def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
+    def _suggestion(self, name: str, key: ApiKey) -> str:
         """Return a sentence with the name that the client may have meant, or with all that it may use."""
         if name in _MODERATION_NAMES:
-            moderators = self._moderators(allows)
+            moderators = self._moderators(key)
             if moderators:
                 return f" Several models moderate, so name one of them: {', '.join(moderators[:_MAX_SUGGESTED])}."
             return (
                 " It stands for a classifier whose settings map its labels to categories ('moderation'): there is none."
             )
-        names = [served for served in self.served if allows(served)]
+        names = [served for served in self.served if key.allows(served)]
         if len(names) > _MAX_SUGGESTED:
             return " GET /v1/models lists the models."
         if len(name) <= _MAX_COMPARED_CHARS:

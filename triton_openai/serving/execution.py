@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 import structlog
 
 from triton_openai.access.rate_limits import Reservation, tokens_charged
-from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import timeout_error
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.operations import STREAMED, Streamed

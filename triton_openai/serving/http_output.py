@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import HttpVersion11, web
 
-from triton_openai.answer.fan_out import RunGroup
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import RunGroup
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta

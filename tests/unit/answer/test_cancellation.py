@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.pictures import png
-from triton_openai.answer.fan_out import collect
+from triton_openai.answer.run_group import collect
 from triton_openai.media.fetch import AllowedHosts, Fetcher
 from triton_openai.tasks import Background
 from triton_openai.triton.connection import ConnectionSettings

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.cases import every_case
-from triton_openai.answer.job_run import Activation, _cosines, activated, sigmoid
+from triton_openai.answer.job_run import Activation, _cosines, apply_activation, sigmoid
 from triton_openai.errors import UpstreamError
 
 
@@ -27,14 +27,14 @@ from triton_openai.errors import UpstreamError
 )
 def test_activations(values: Sequence[float], activation: Activation, expected: Sequence[float]) -> None:
     """One of several classes, any number of them, or values as they are; one class alone is there or not."""
-    assert pytest.approx(expected) == list(activated(values, activation))
+    assert pytest.approx(expected) == list(apply_activation(values, activation))
 
 
 @every_case("values, activation", [([math.nan, 0.0], "softmax"), ([math.inf, 0.0], "none"), ([math.nan], "sigmoid")])
 def test_what_is_no_number(values: Sequence[float], activation: Activation) -> None:
     """JSON has neither NaN nor infinity."""
     with pytest.raises(UpstreamError):
-        activated(values, activation)
+        apply_activation(values, activation)
 
 
 def test_activation() -> None:

@@ -15,9 +15,9 @@ from tests.cases import every_case
 from tests.unit.triton.test_catalog import FakeClient
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.adapters._common.decoding import TextDecoder
-from triton_openai.answer.fan_out import collect
 from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import collect
 from triton_openai.answer.speech import _PieceCall
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.config.tree import FailoverSettings, TritonSettings

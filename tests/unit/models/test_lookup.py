@@ -87,7 +87,7 @@ async def test_a_name_that_no_model_has() -> None:
             ("ensembel", (), "does not exist, or this key may not use it."),
         ):
             with pytest.raises(ModelNotFound) as caught:
-                await proxy.models.find(name, ApiKey(name="k", models=allowed).allows)
+                await proxy.models.find(name, ApiKey(name="k", models=allowed))
             assert f"The model '{name}' {message}" == caught.value.message
 
 

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import msgspec
 
 from triton_openai.adapters._common.base import Recognition
-from triton_openai.answer.fan_out import timeout_error
 from triton_openai.answer.live_transcription import LiveTranscription, do_nothing
 from triton_openai.answer.recognition import TranscriptionOptions
+from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.transcription import Transcription
 from triton_openai.api.bodies import ModelRequest, new_id
 from triton_openai.api.media_limits import media_reservation

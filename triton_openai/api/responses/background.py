@@ -12,7 +12,7 @@ import structlog
 
 from triton_openai import errors
 from triton_openai.access.rate_limits import Reservation
-from triton_openai.answer.fan_out import collect
+from triton_openai.answer.run_group import collect
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses.context_window import answered, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog

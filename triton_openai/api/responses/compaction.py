@@ -12,7 +12,7 @@ from secrets import token_hex
 import msgspec
 import structlog
 
-from triton_openai.answer.fan_out import collect
+from triton_openai.answer.run_group import collect
 from triton_openai.api.agents import seal, seals_all
 from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import ChatOptions, Conversation, PreparedChat, prepare_chat, prompt_of

@@ -21,8 +21,8 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.access.authorizer import Entered
-from triton_openai.answer.fan_out import RunGroup
 from triton_openai.answer.run import Run
+from triton_openai.answer.run_group import RunGroup
 from triton_openai.api.bodies import decode_json, encode
 from triton_openai.api.responses.create import prepare, respond
 from triton_openai.api.responses.objects import ResponsesRequest

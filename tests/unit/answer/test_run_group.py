@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.clock import Clock, turns
-from triton_openai.answer.fan_out import RunGroup, collect
+from triton_openai.answer.run_group import RunGroup, collect
 from triton_openai.errors import UpstreamError, UpstreamTimeout
 
 
