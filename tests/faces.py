@@ -188,6 +188,7 @@ class _Output:
         except ServiceError as failure:
             self.body += await renderer.ended(failure)
             return STREAMED
+        self.body += renderer.opening()
         return await self.stream(runs, renderer, timeout=timeout)
 
     async def send_parts(
