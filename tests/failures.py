@@ -1,8 +1,8 @@
 """
 Lists the tests that failed at the very end of a run, a line each, also when the run ends with an internal error.
 
-pytest leaves its summary out then. Each line goes to the file that the variable ``TEST_FAILURES`` names, too, as soon as the
-test has failed: `.ci/run` prints that file last.
+pytest leaves its summary out then. Each line goes to the file that the variable ``TEST_FAILURES`` names, too, as soon
+as the test has failed: `.ci/run` prints that file last.
 """
 
 from __future__ import annotations
