@@ -48,7 +48,8 @@ class _Failures:
         self._internal = True
         self._add(line_of_internal(str(excrepr)))
 
-    @pytest.hookimpl(trylast=True)
+    # First, since another one may raise an error.
+    @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self) -> None:
         """Print the list, and in full what pytest does not print after an internal error."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

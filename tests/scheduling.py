@@ -38,6 +38,7 @@ class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
         pending = [(unit, name) for unit in workload.values() for name, completed in unit.items() if not completed]
         if not pending:
             return None
+        crashed: str
         unit, crashed = pending[0]
         unit[crashed] = True
         self.workqueue.update({scope: unit for scope, unit in workload.items() if not all(unit.values())})
