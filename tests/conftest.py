@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import structlog
-from xdist.scheduler import LoadFileScheduling
 
 from triton_openai.media import voice_activity
 
 pytest_plugins = [
     "tests.timeouts",
     "tests.failures",
+    "tests.scheduling",
     "tests.clock",
     "tests.extended",
     "tests.programs",
@@ -30,32 +30,6 @@ pytest_plugins = [
 ]
 
 _FIRST = ("integration", "faults", "fleet")
-# Files that share processes, which one of several workers starts for all of them: by how their names begin.
-_TOGETHER = (
-    ("tests/clients/",),
-    ("tests/fleet/",),
-    # Those that leave the services as they were, and those that run services of their own. Together they would be the
-    # last to end.
-    ("tests/faults/test_clients.py", "tests/faults/test_connections.py", "tests/faults/test_triton.py"),
-    tuple(f"tests/faults/test_{name}.py" for name in ("batches", "log", "responses", "workers")),
-    # PostgreSQL, and an S3 server for the first two.
-    ("tests/unit/api/test_uploaded_files.py", "tests/unit/batches/"),
-    ("tests/unit/api/test_stored_chats.py", "tests/unit/storage/"),
-)
-
-
-class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Gives each file to one worker, and files that share processes to the same one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        shared = next(filter(nodeid.startswith, _TOGETHER), None)
-        return str(super()._split_scope(nodeid)) if shared is None else shared[0]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
-    """Let files that share processes run together."""
-    return _Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

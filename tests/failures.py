@@ -1,8 +1,8 @@
 """
 Lists the tests that failed at the very end of a run, a line each, also when the run ends with an internal error.
 
-pytest leaves its summary out then. Each line goes to the file that the variable ``TEST_FAILURES`` names, too, as soon as the
-test has failed: `.ci/run` prints that file last.
+pytest leaves its summary out then. Each line goes to the file that the variable ``TEST_FAILURES`` names, too, as soon
+as the test has failed: `.ci/run` prints that file last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Failures:
         self._internal = True
         self._add(line_of_internal(str(excrepr)))
 
-    @pytest.hookimpl(trylast=True)
+    # First, since another one may raise an error.
+    @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self) -> None:
         """Print the list, and in full what pytest does not print after an internal error."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

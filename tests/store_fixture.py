@@ -249,6 +249,8 @@ def running_s3(program: str) -> Iterator[Callable[[], Bucket]]:
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         # A bucket has a few volumes of its own.
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=16", "-volume.max=1000"]
+        # Without it, nothing is written while less than a hundredth of the disk is free.
+        command += ["-volume.minFreeSpace=10MiB"]
 
         def start() -> tuple[int, subprocess.Popen[bytes]]:
             ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}

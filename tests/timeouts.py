@@ -18,7 +18,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ _AGAIN = float(os.environ.get("TEST_AGAIN", "5"))
 # Seconds from the first error to the end of the process.
 _GRACE = float(os.environ.get("TEST_GRACE", "60"))
 _SETTINGS = pytest.StashKey[Any]()
+# Whether its setup, its call or its teardown runs.
+_RUNNING = pytest.StashKey[bool]()
 _STDERR = pytest.StashKey[int]()
 
 
@@ -51,7 +54,9 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
         return None
 
     def fail(*_: object) -> None:
-        pytest_timeout.timeout_sigalrm(item, settings)
+        # Between the parts of a test, nothing would take it for an error of the test. It comes again.
+        if item.stash.get(_RUNNING, False):
+            pytest_timeout.timeout_sigalrm(item, settings)
 
     def cancel() -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -68,12 +73,36 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let the timer raise its error."""
+    with _running(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let the timer raise its error."""
+    with _running(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     """Give the teardown the whole time again, also after an error, with which pytest-timeout ends the timer."""
     settings = item.stash.get(_SETTINGS, None)
     if settings is not None and not settings.func_only:
         item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
-    return (yield)
+    with _running(item):
+        return (yield)
+
+
+@contextmanager
+def _running(item: pytest.Item) -> Iterator[None]:
+    item.stash[_RUNNING] = True
+    try:
+        yield
+    finally:
+        item.stash[_RUNNING] = False
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

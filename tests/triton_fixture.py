@@ -136,7 +136,6 @@ _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton failed by itself"
 # What pytest-timeout says of a test.
 _LATE = "from pytest-timeout"
-_FIXTURES = frozenset({"triton", "recognizers"})
 # The Python backend says so when the process of a model did not report for a second, as on a machine that stood still.
 _UNHEALTHY = re.compile(r"Stub process '\S+' is not healthy")
 # Whether services that were running have still to find a Triton that was started again.
@@ -149,7 +148,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Run a test, and once more if a shared Triton failed by itself meanwhile: then the second result counts.
 
     Triton 2.51 now and then ends when calls are cancelled, which says nothing about us, and on a machine that stands
-    still it takes its models for dead. After a test of it that has run out of time, it is started again in any case.
+    still it takes its models for dead. After a test that has run out of time, it is started again in any case.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
@@ -169,7 +168,7 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     """Start shared Tritons again that have ended or hang; return what they say of it. Only a failed test shows that."""
     said = []
     failed = [report.longreprtext for report in reports if report.failed]
-    late = any(_LATE in text for text in failed) and not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+    late = any(_LATE in text for text in failed)
     for server in _SHARED:
         # A Triton that hangs may answer to other requests.
         hangs = late and server.poll() is None
@@ -180,10 +179,10 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
         if hangs:
             said.append(f"It may hang, and was started again.\n{server.log_tail()}\n")
             server.kill()
-        # Some tests stop or kill theirs.
+        # Some tests stop or kill theirs, and then start it.
         elif status not in (None, 0, -signal.SIGKILL):
             said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}\n")
-        else:
+        elif status is None or not failed:
             continue
         server.start()
         item.config.stash[_STARTED_AGAIN] = True

@@ -17,7 +17,7 @@ from yarl import URL
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, read, serving
-from tests.triton_fixture import embedded, frozen
+from tests.triton_fixture import embedded, frozen, shared
 from triton_openai.cli.inspect import inspect_models, render
 from triton_openai.config.tree import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
@@ -68,9 +68,8 @@ def server(repository: DemoRepository) -> Iterator[EmbeddedTriton]:
     (wrapper / "1").mkdir(parents=True)
     (wrapper / "config.pbtxt").write_text(_WRAPPER)
     server = embedded(repository, model_control_mode="explicit")
-    server.start()
-    yield server
-    server.stop(timeout=1.0)
+    with shared(server):
+        yield server
 
 
 def control(server: EmbeddedTriton, model: str, action: str) -> None:

@@ -22,7 +22,7 @@ from tests.extended import examples
 from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
-from tests.triton_fixture import embedded
+from tests.triton_fixture import embedded, shared
 from triton_openai.app import SERVICE
 from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
@@ -87,9 +87,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]
         (repository.path / name / "config.pbtxt").write_text(ensemble(name))
     steps = sorted({step for step, *_ in STEPS.values()})
     server = embedded(repository, model_control_mode="explicit", load_models=steps)
-    server.start()
-    yield server
-    server.stop(timeout=1.0)
+    with shared(server):
+        yield server
 
 
 async def listed(proxy: Proxy) -> list[str]:

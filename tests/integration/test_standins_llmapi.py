@@ -18,7 +18,7 @@ from tests.integration.standin_calls import Answer, generate, steered, streaming
 from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.standins.repository import build_repository
-from tests.triton_fixture import TestTriton, embedded
+from tests.triton_fixture import TestTriton, embedded, shared
 from tests.unit.adapters.encoding import request_of
 from triton_openai.cli.inspect import report
 from triton_openai.config.tree import LoraSettings, ModelSettings, Settings, TritonSettings
@@ -45,11 +45,8 @@ def _releases(folder: Path) -> Iterator[tuple[EmbeddedTriton, DemoRepository]]:
     """Run the models that few need: an older release, and one that takes images."""
     repository = build_repository(folder / "repository", models=[OLD, SEEING], record=folder / "record.jsonl")
     server = embedded(repository)
-    server.start()
-    try:
+    with shared(server):
         yield server, repository
-    finally:
-        server.stop(timeout=1.0)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -54,7 +54,7 @@ def _run(folder: Path, *files: tuple[str, str]) -> tuple[list[str], list[str]]:
         "PYTHONPATH": str(_ROOT),
         "TEST_FAILURES": str(folder / "failures"),
     }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.stdout.splitlines(), (folder / "failures").read_text().splitlines()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import errno
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import asyncpg
@@ -24,8 +24,8 @@ _CHECK_SECONDS = 10.0
 # Seconds for the answer of the connection for notifications, and for all that belongs to it.
 _PING_SECONDS = 5.0
 _LISTEN_SECONDS = 20.0
-# Seconds that a migration may take to end when the service stops.
-_CLOSE_SECONDS = 2.0
+# Seconds that a migration, and the operations that run, may take to end when the service stops.
+_CLOSE_SECONDS = 5.0
 # After these seconds the server ends a transaction whose client is silent, such as a process that is frozen: others
 # wait for the rows that it has locked.
 _SILENT_SECONDS = 15
@@ -80,6 +80,8 @@ class PostgresDatabase:
         self._idle_seconds = idle_seconds
         self._listening: Any = None
         self._connecting: asyncio.Task[Any] | None = None
+        # The pool, also before its database has all tables.
+        self._opened: Any = None
         # What each transaction has to set, where a pooler between keeps no settings of sessions; else empty.
         self._pooled_settings = ""
 
@@ -124,6 +126,7 @@ class PostgresDatabase:
             max_inactive_connection_lifetime=self._idle_seconds,
             **options,
         )
+        self._opened = pool
         try:
             async with pool.acquire() as connection:
                 checking = asyncio.create_task(self._terminate_if_silent(connection))
@@ -161,12 +164,12 @@ class PostgresDatabase:
             await asyncio.sleep(_CHECK_SECONDS)
             try:
                 other = await asyncpg.connect(self._url, timeout=_CONNECT_SECONDS)
-            except (OSError, TimeoutError):
-                connection.terminate()
-                return
             except asyncpg.PostgresError:
                 # It refused the connection, so it is not silent.
                 continue
+            except (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError):
+                connection.terminate()
+                return
             other.terminate()
 
     async def run(self, steps: Steps[_T], *, timeout: float, write: bool = False) -> _T:
@@ -267,7 +270,11 @@ class PostgresDatabase:
         return connection
 
     async def close(self) -> None:
-        """Close all connections after the operations that were started before."""
+        """
+        Close all connections after the operations that were started before.
+
+        A server that hangs does not answer to the end of a connection either, so each wait has a limit.
+        """
         if self._listening is not None:
             self._listening.terminate()
             self._listening = None
@@ -276,10 +283,15 @@ class PostgresDatabase:
             return
         if not task.done():
             task.cancel()
-            # A server that hangs does not answer to the end of the migration.
-            await asyncio.wait([task], timeout=_CLOSE_SECONDS)
+            _, running = await asyncio.wait([task], timeout=_CLOSE_SECONDS)
+            if running:
+                self._opened.terminate()
+                await asyncio.wait([task], timeout=_CLOSE_SECONDS)
         elif not task.cancelled() and task.exception() is None:
-            await task.result().close()
+            # The pool terminates its connections when the time is over.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await task.result().close()
 
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:

@@ -266,12 +266,9 @@ async def test_tokens_of_an_outage(services, redis, monkeypatch):
     heard: list[bool] = []
     one, limit = services(answers=heard.append, patience=0.2), RateLimit(concurrent_requests=1, tokens_per_minute=50)
     assert (await one.admit("a", limit)).refusal is None
-    redis.freeze()
-    try:
+    with redis.frozen():
         assert (await one.admit("b", limit)).refusal is None
         one.leave("a", 1000)
-    finally:
-        redis.thaw()
     while heard != [False, True]:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
     # The request that Redis was asked about when it fell silent has no lease either.

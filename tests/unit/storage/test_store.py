@@ -703,12 +703,10 @@ async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatc
     assert migrating is not None
     assert not migrating.done()
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
-    postgresql.freeze()
-    try:
-        await asyncio.wait([migrating])
+    with postgresql.frozen():
+        _, running = await asyncio.wait([migrating], timeout=60)
+        assert not running
         assert isinstance(migrating.exception(), asyncpg.InterfaceError)
-    finally:
-        postgresql.thaw()
     await blocking.close()
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 60)
     await database.run(nothing(), timeout=60)
@@ -730,6 +728,33 @@ async def test_a_service_that_ends_during_a_migration(postgresql: Server) -> Non
     await database.close()
     await blocking.execute("SELECT pg_advisory_unlock(7461834517)")
     assert await blocking.fetchval("SELECT to_regclass('slow')") is None
+    await blocking.close()
+
+
+@pytest.mark.parametrize("migrates", [False, True])
+async def test_a_service_that_ends_while_the_server_hangs(
+    postgresql: Server, monkeypatch: pytest.MonkeyPatch, migrates: bool
+) -> None:
+    """Neither an idle connection nor a migration keeps the service from its end."""
+    import asyncpg
+
+    from triton_openai.storage import postgresql as module
+
+    url = postgresql.url()
+    blocking = await asyncpg.connect(url)
+    database = module.PostgresDatabase(url, lambda version: [])
+    if migrates:
+        await blocking.execute("SELECT pg_advisory_lock(7461834517)")
+        with pytest.raises(TimeoutError):
+            await database.run(nothing(), timeout=0.5)
+    else:
+        await database.run(nothing(), timeout=60)
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
+    with postgresql.frozen():
+        async with asyncio.timeout(60):
+            await database.close()
+        assert database._connecting is not None
+        assert database._connecting.done()
     await blocking.close()
 
 

@@ -242,8 +242,7 @@ async def test_a_store_that_hangs(postgresql: Server, monkeypatch: pytest.Monkey
         assert store is not None
         await store.sweep()
         monkeypatch.setattr(Store, "timeout", 0.2)
-        postgresql.freeze()
-        try:
+        with postgresql.frozen():
             with capture_logs() as logs:
                 for stream in (False, True, False):
                     answer = await proxy.post("/v1/responses", {**ask, "stream": stream})
@@ -252,8 +251,6 @@ async def test_a_store_that_hangs(postgresql: Server, monkeypatch: pytest.Monkey
             assert (503, "store_unavailable") == (gone.status, gone.error["code"])
             assert "Retry-After" in gone.headers
             assert b"triton_openai_store_up 0.0" in (await proxy.get("/metrics")).body
-        finally:
-            postgresql.thaw()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     warnings.remove("request refused")
     assert ["response store unavailable"] == warnings
