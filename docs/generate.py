@@ -57,7 +57,8 @@ _DONE_HERE = {
     "n", "best_of", "echo", "suffix", "add_special_tokens", "top_logprobs", "prompt_logprobs", "return_token_ids",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
     "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort",
-    "think", "thinking", "enable_thinking",
+    "think", "thinking", "enable_thinking", "reasoning", "thinking_budget", "thinking_budget_tokens",
+    "reasoning_budget", "max_thinking_tokens", "max_reasoning_tokens",
     "include_reasoning", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
     "documents", "truncate_prompt_tokens", "truncation_side", "priority", "use_beam_search",
 }  # fmt: skip

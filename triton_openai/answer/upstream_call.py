@@ -26,7 +26,7 @@ from triton_openai.triton.client import (
     ResponseCollector,
     ResponseStream,
     SingleAnswer,
-    gather,
+    all_responses,
 )
 from triton_openai.triton.leasing import Attempts, lost_error
 from triton_openai.triton.member import Lease
@@ -375,7 +375,7 @@ async def _send_stop(tracer: CallTracer, lease: Lease, request: InferRequest, de
         await asyncio.sleep(delay)
         try:
             with tracer.call(request, lease) as sent:
-                await gather(lease.client, sent)
+                await all_responses(lease.client, sent)
         except ServiceError as error:
             # A model that is not decoupled cannot answer a stop request, but obeys it.
             _log.debug("stop request failed", model=request.model, reason=error.reason)

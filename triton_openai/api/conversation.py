@@ -146,14 +146,12 @@ class ChatOptions(GenerationOptions, kw_only=True):
             objects["thinking"] = self.thinking
         if self.reasoning is not None:
             objects["reasoning"] = self.reasoning
-        checked = converted(objects, _ThinkingObjects)
-        if checked.reasoning is None:
-            return
-        for name in ("effort", "enabled"):
-            value = getattr(checked.reasoning, name)
+        converted(objects, _ThinkingObjects)
+        for name, field in (("thinking", "type"), ("reasoning", "effort"), ("reasoning", "enabled")):
+            value = objects.get(name, {}).get(field)
             if value is not None and level_of(value) is None:
-                levels = ", ".join(LEVELS)
-                raise InvalidValue(f"'reasoning.{name}' must be one of {levels}, or a boolean.", f"reasoning.{name}")
+                path = f"{name}.{field}"
+                raise InvalidValue(f"'{path}' must be one of {', '.join(LEVELS)}, enabled or disabled.", path)
 
     @property
     def alternatives(self) -> tuple[str, int | None]:

@@ -64,7 +64,7 @@ class LineHost:
         return 1 / self._service.worker.count
 
     def tritons(self, target: str) -> int:
-        return self._service.fleet.leasing.tritons(target)
+        return self._service.fleet.leasing.triton_count(target)
 
     def slots_of(self, target: str) -> str:
         members = self._service.fleet.members.values()
@@ -76,7 +76,7 @@ class LineHost:
         leasing = self._service.fleet.leasing
         if leasing.single is not None or leasing.policy(target) == "affinity":
             return ()
-        return leasing.names(target)
+        return leasing.triton_names(target)
 
     def metrics_urls(self, target: str) -> Mapping[str, str]:
         service = self._service

@@ -11,7 +11,7 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ServiceError
 from triton_openai.generation import EngineLoad
 from triton_openai.models.lookup import Models
-from triton_openai.triton.client import TritonClient, gather
+from triton_openai.triton.client import TritonClient, all_responses
 
 
 async def engine_loads(models: Models, timeout: float) -> Mapping[str, EngineLoad]:
@@ -50,7 +50,7 @@ async def _ask(adapter: Adapter, client: TritonClient) -> tuple[str, EngineLoad 
     assert request is not None, "it reports its load"
     load = None
     with contextlib.suppress(ServiceError):
-        load = adapter.decode_load(await gather(client, request))
+        load = adapter.decode_load(await all_responses(client, request))
     return request.model, load
 
 

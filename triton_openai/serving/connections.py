@@ -157,7 +157,7 @@ class Connection(web.RequestHandler):
         """Return whether its client has connected and not sent a request yet, or not all of a head."""
         return not self._lost and not self._answering and (not self._used or self._head_began is not None)
 
-    def owes(self) -> bool:
+    def has_unsent_answer(self) -> bool:
         """Return whether an answer has not left yet, or the rest of a refused body is still read."""
         if self._lost or self.transport is None:
             return False

@@ -23,7 +23,7 @@ from triton_openai.serving.content_coding import codings, decoder_for
 EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
 
 
-def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
+def without_expect_header(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
     """
     Return *message* without ``Expect``, which aiohttp would answer itself, and whether it expects ``100-continue``.
 

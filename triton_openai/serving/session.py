@@ -119,7 +119,7 @@ class CallSession(ABC):
             # Nobody reads a further answer.
             self.ended = True
 
-    async def refuse(self, error: ServiceError) -> None:
+    async def send_error(self, error: ServiceError) -> None:
         """Send *error*, which is that of no call."""
         await self.send(self.error_frame(error, error.header_fields()))
 
@@ -129,7 +129,7 @@ class CallSession(ABC):
     async def end(self, error: ServiceError) -> None:
         self.ended = True
         await cancel(*self._tasks)
-        await self.refuse(error)
+        await self.send_error(error)
 
     def close(self) -> None:
         self.ended = True

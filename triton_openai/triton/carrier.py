@@ -214,7 +214,7 @@ class Carrier:
         if not self._streams and not self.closed and self._idle is None:
             self._idle = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self.close)
 
-    def placed(self, request: InferRequest, number: int) -> InferRequest:
+    def as_stream(self, request: InferRequest, number: int) -> InferRequest:
         """Return *request* as the stream *number* of this carrier."""
         return msgspec.structs.replace(request, inputs=(*request.inputs, self._place(number)))
 
@@ -321,7 +321,7 @@ class CarriedStream:
         if self._receiver is None or self._asking is not None:
             return
         try:
-            request = self._carrier.placed(self._request, self._number)
+            request = self._carrier.as_stream(self._request, self._number)
             self._asking = self._carrier.client.stream(request, _Acceptance(self))
         except ServiceError as error:
             self.fail(error)

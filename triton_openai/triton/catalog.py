@@ -56,7 +56,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     #: Why Triton could not be asked.
     error: ServiceError | None = None
     #: By ready model: a digest that is equal on Tritons that answer alike.
-    kinds: Mapping[str, bytes] = {}
+    digests: Mapping[str, bytes] = {}
     #: By model that several Tritons have in different ways: the variants, the one with most Tritons first.
     variants: Mapping[str, Sequence[Variant]] = {}
     #: By model of which several Tritons have loaded different versions: the Tritons of each.
@@ -112,8 +112,8 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     complete = len(configs) == len(ready)
     # Ordered by name.
     configs = dict(sorted(configs.items()))
-    kinds = {name: kind_of(name, configs) for name in configs}
-    return Snapshot(index=index, configs=configs, kinds=kinds, waiting=waiting, complete=complete, server=server)
+    digests = {name: config_digest(name, configs) for name in configs}
+    return Snapshot(index=index, configs=configs, digests=digests, waiting=waiting, complete=complete, server=server)
 
 
 def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
@@ -141,7 +141,7 @@ def merge(snapshots: Mapping[str, Snapshot]) -> Snapshot:
         for model, reason in snapshot.waiting.items():
             waiting.setdefault(model, reason)
         for model in snapshot.configs:
-            groups.setdefault(model, {}).setdefault(snapshot.kinds[model], []).append(endpoint)
+            groups.setdefault(model, {}).setdefault(snapshot.digests[model], []).append(endpoint)
     configs: dict[str, ModelConfig] = {}
     variants: dict[str, Sequence[Variant]] = {}
     for model in sorted(groups):
@@ -168,7 +168,7 @@ def _differ(versions: Mapping[str, Sequence[str]]) -> bool:
     return len({tuple(endpoints) for endpoints in versions.values()}) > 1
 
 
-def kind_of(model: str, configs: Mapping[str, ModelConfig]) -> bytes:
+def config_digest(model: str, configs: Mapping[str, ModelConfig]) -> bytes:
     """Return a digest of the configs of *model* and the models that it uses, without what changes no answer."""
     configs_used: dict[str, ModelConfig] = {}
     left = [model]
@@ -346,8 +346,8 @@ class Catalog:
             else:
                 assert snapshot.error is not None
                 self._log.warning("Triton does not answer", reason=snapshot.error.reason)
-        # The kinds depend on what adapters have read so far.
-        parts = ("configs", "waiting", "index", "reachable", "kinds")
+        # The digests depend on what adapters have read so far.
+        parts = ("configs", "waiting", "index", "reachable", "digests")
         changed = not self.first.is_set() or any(getattr(snapshot, part) != getattr(before, part) for part in parts)
         if self._shared is not None and (changed or snapshot.server != before.server):
             self._shared.publish(snapshot)

@@ -235,7 +235,7 @@ class ResponseCollector:
             self._ended.set_exception(error)
 
 
-async def gather(client: TritonClient, request: InferRequest) -> Sequence[InferResponse]:
+async def all_responses(client: TritonClient, request: InferRequest) -> Sequence[InferResponse]:
     """Return all responses to *request*. Raises :class:`ServiceError`."""
     if not request.stream:
         return (await client.infer(request),)

@@ -98,7 +98,7 @@ class Endpoint:
         """Return *error*. If no Triton seems to listen at the address of *client*, its detail says what does."""
         url = self._addresses[client]
         reason = error.reason
-        explanation = mistake(url, reason)
+        explanation = listener_hint(url, reason)
         if not url.startswith("http://") and _UNCLEAR.search(reason) and await _answers_http(url):
             explanation = _advice(url, *_HTTP_PORT)
         if explanation is not None:
@@ -157,7 +157,7 @@ _MISTAKES = (
 )
 
 
-def mistake(url: str, reason: str) -> str | None:
+def listener_hint(url: str, reason: str) -> str | None:
     """Return what seems to listen at *url*, where a call failed for this *reason*; ``None`` if nothing seems wrong."""
     parts = urlsplit(url)
     for scheme, pattern, looks, right in _MISTAKES:

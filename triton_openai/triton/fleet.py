@@ -242,7 +242,7 @@ class Fleet:
         await self._merge(previous.keys() | member.targets.keys())
         if lost and len(self.members) > 1:
             # It did not answer a simple question: requests without an answer so far have better chances elsewhere.
-            member.lose(final=False)
+            member.report_lost(final=False)
 
     def _target(self, member: Member, previous: Mapping[str, Target], model: str) -> Target:
         """Return the target of *model* at *member*: the *previous* one, the suspended one, or a new one."""
@@ -356,7 +356,7 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._grace):
                         await member.idle.wait()
-                member.lose(final=True)
+                member.report_lost(final=True)
         finally:
             await member.catalog.close()
             # Whoever waits for the first look does not wait for this one.

@@ -35,7 +35,7 @@ from triton_openai.triton.connection import ConnectionSettings, GrpcFiles
 from triton_openai.triton.http2 import FOREIGN, LOST, TOO_LONG, UNREACHABLE, Call
 from triton_openai.triton.http2_channel import Channel
 from triton_openai.triton.http2_frames import varint
-from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable
+from triton_openai.triton.status import classify, cut_off_error, foreign_error, no_answer_error, unreachable_error
 from triton_openai.triton.tensors import LARGE, MAX_OPEN_ANSWER, Buffer, InferRequest, InferResponse, ModelConfig
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -217,10 +217,10 @@ def _contents(data: Any, head: bytes) -> list[bytes] | None:
     return None
 
 
-def translate(code: str, details: str, model: str) -> ServiceError:
+def call_error(code: str, details: str, model: str) -> ServiceError:
     """Return the error for a call that ended with *code*: by the text if it is known, else by the code."""
     if code == UNREACHABLE:
-        return unreachable(details)
+        return unreachable_error(details)
     if code == LOST:
         return cut_off_error(details)
     if code.startswith(FOREIGN):
@@ -236,7 +236,7 @@ def translate(code: str, details: str, model: str) -> ServiceError:
     if code == "UNAVAILABLE":
         # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.
         if "failed to connect" in details or "resolution" in details.lower():
-            return unreachable(details)
+            return unreachable_error(details)
         if "Socket closed" in details or "reset by peer" in details or "GOAWAY" in details:
             return cut_off_error()
     return classify(details, model, code)
@@ -333,7 +333,7 @@ class GrpcStream(Call):
     def call_ended(self, code: str, details: str) -> None:
         error = None
         if code != "OK":
-            error = translate(code, details, self._model)
+            error = call_error(code, details, self._model)
         self._end(error)
 
     def close(self, *, silent: bool = False) -> None:
@@ -452,7 +452,7 @@ class GrpcClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.reconnect()
-            raise translate(error.code().name, error.details() or "", model) from error
+            raise call_error(error.code().name, error.details() or "", model) from error
 
     async def server_info(self) -> ServerInfo:
         answer = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())

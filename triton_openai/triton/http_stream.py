@@ -30,7 +30,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
 from triton_openai.triton.http_json import UNREADABLE, decode_leniently, refusal, too_long
-from triton_openai.triton.status import classify, cut_off_error, unreachable
+from triton_openai.triton.status import classify, cut_off_error, unreachable_error
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse, json_size
 
 # The most that is read of an error that does not come from Triton.
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
             reason = PERHAPS_REFUSED
             if isinstance(error, ssl.SSLError):
                 reason = failure_reason(error)
-            stream.lose(unreachable(reason))
+            stream.lose(unreachable_error(reason))
         elif self._used or stream.status or (self._bare and not data):
             stream.lose(cut_off_error())
         else:
@@ -309,11 +309,11 @@ class ConnectionPool:
                     lambda: Connection(self), *self.address, ssl=self._tls, server_hostname=name
                 )
         except (TimeoutError, OSError) as error:
-            raise unreachable(failure_reason(error)) from error
+            raise unreachable_error(failure_reason(error)) from error
         detect_dead_peer(transport)
         if not connection.usable:
             # A server that is stopping accepts a connection and closes it.
-            raise unreachable("the connection was closed at once")
+            raise unreachable_error("the connection was closed at once")
         return connection
 
     def keep(self, connection: Connection) -> None:

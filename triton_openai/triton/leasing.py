@@ -94,13 +94,13 @@ class Leasing:
 
     def capacity(self, model: str) -> float:
         """Return how many requests for *model* its Tritons run at a time; the number for one Triton if none has it."""
-        return self._max_running * self.tritons(model)
+        return self._max_running * self.triton_count(model)
 
-    def names(self, model: str) -> Sequence[str]:
+    def triton_names(self, model: str) -> Sequence[str]:
         """Return the names of the Tritons that take requests for *model* now."""
         return [target.endpoint for target in self._pools.get(model, self._empty).candidates]
 
-    def tritons(self, model: str) -> int:
+    def triton_count(self, model: str) -> int:
         """Return how many Tritons take requests for *model* now, at least 1."""
         return max(1, len(self._pools.get(model, self._empty).candidates))
 

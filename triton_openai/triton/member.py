@@ -65,7 +65,7 @@ class Member:
         self._free_retries -= 1
         return self._free_retries >= 0
 
-    def lose(self, *, final: bool) -> None:
+    def report_lost(self, *, final: bool) -> None:
         """Call :attr:`Lease.lost` of each request: the Triton has stopped answering."""
         for lease in list(self.leases):
             if lease.lost is not None:

@@ -76,7 +76,7 @@ class Target:
         self.ejected_until: float | None = None
         self._ejections = 0
 
-    def share(self, now: float) -> float:
+    def effective_weight(self, now: float) -> float:
         """Return the weight, which is lower during warm-up."""
         age = now - self.since
         if age >= _WARM_UP:
@@ -84,8 +84,8 @@ class Target:
         return self.weight * max(_COLD, age / _WARM_UP)
 
     def load(self, now: float) -> float:
-        """Return the running requests for each unit of :meth:`share`."""
-        return self.running / self.share(now)
+        """Return the running requests for each unit of :meth:`effective_weight`."""
+        return self.running / self.effective_weight(now)
 
     def succeed(self) -> None:
         """Record an answer."""
@@ -230,13 +230,13 @@ class Pool:
         tied = [target for target in targets if target.load(now) == lowest]
         if len(tied) == 1:
             return tied[0]
-        return self._random.choices(tied, [target.share(now) for target in tied])[0]
+        return self._random.choices(tied, [target.effective_weight(now) for target in tied])[0]
 
     def _sample(self, now: float) -> Target | None:
         """Return a random candidate by weight; ``None`` in place of one that has to warm up."""
         index = bisect_right(self._weights, self._random.random() * self._weights[-1])
         target = self.candidates[min(index, len(self.candidates) - 1)]
-        cold = target.share(now) < self._random.random() * target.weight
+        cold = target.effective_weight(now) < self._random.random() * target.weight
         if cold:
             return None
         return target

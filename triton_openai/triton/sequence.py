@@ -36,7 +36,7 @@ class Parts(Protocol):
         """Return whether part *number*, which is there, is the last one."""
         ...
 
-    def answered(self, number: int) -> None:
+    def mark_answered(self, number: int) -> None:
         """Note that part *number* is answered."""
         ...
 
@@ -59,7 +59,7 @@ class WholeSequence:
     def ends(self, number: int) -> bool:
         return number == len(self._parts) - 1
 
-    def answered(self, number: int) -> None:
+    def mark_answered(self, number: int) -> None:
         """Do nothing."""
 
 
@@ -117,7 +117,7 @@ class LiveSequence:
     def ends(self, number: int) -> bool:
         return self._finished and number == self._count - 1
 
-    def answered(self, number: int) -> None:
+    def mark_answered(self, number: int) -> None:
         self._answered = max(self._answered, number + 1)
         if self._answered > _MAX_KEPT:
             self.complete = False
@@ -158,7 +158,7 @@ class SequenceAnswers(AnswerTask):
                 call = asyncio.ensure_future(self._client.infer(replace(part, headers=self._headers)))
                 # Shielded: if the end of the sequence arrived before this request, the backend would keep the state.
                 response = await asyncio.shield(call)
-                parts.answered(number)
+                parts.mark_answered(number)
                 number += 1
                 self._receive(response)
         except BaseException:

@@ -240,7 +240,7 @@ def foreign_error(status: str, body: str = "") -> ServiceError:
         return UpstreamError(f"A server in front of Triton refused the request with status {status}.", detail=detail)
     if status.startswith("5"):
         return errors.ProxyFailed(_CUT_OFF, detail=detail)
-    return unreachable(detail)
+    return unreachable_error(detail)
 
 
 def classify(text: str, model: str, status: str = "") -> ServiceError:
@@ -313,6 +313,6 @@ def cut_off_error(reason: str | None = None) -> ServiceError:
     return errors.UpstreamLost(_CUT_OFF, detail=reason)
 
 
-def unreachable(reason: str) -> ServiceError:
+def unreachable_error(reason: str) -> ServiceError:
     """Return the error for a Triton that cannot be connected to."""
     return errors.UpstreamUnavailable("Triton cannot be reached at the moment.", detail=reason, retry_after=2)

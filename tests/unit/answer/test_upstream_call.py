@@ -233,7 +233,7 @@ async def test_a_lost_request_that_no_other_triton_takes_ends_at_once(kind: Kind
 
     upstream.route.lease = fail  # type: ignore[method-assign]
     for member in fleet.members.values():
-        member.lose(final=False)
+        member.report_lost(final=False)
     with pytest.raises(UpstreamError, match="lost"):
         await asyncio.wait_for(asking, 2)
     upstream.route.lease = lease  # type: ignore[method-assign]

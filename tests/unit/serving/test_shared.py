@@ -68,7 +68,7 @@ class Workers:
         up, down = self._wires.pop(index)
         down.close()
         up.close()
-        self.state.forget(index)
+        self.state.release_worker(index)
 
     def hang(self, index: int) -> None:
         """Let a worker hear nothing from now on."""

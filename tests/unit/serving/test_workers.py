@@ -126,7 +126,7 @@ class Factory:
         return member
 
     def pool(self, count: int, settings: Settings | None = None) -> Pool:
-        shared = Mock(methods=Mock(return_value={}), forget=self.forgotten.append)
+        shared = Mock(methods=Mock(return_value={}), release_worker=self.forgotten.append)
         shared.add = lambda index, _: self.listening.append(index)
         return Pool(settings or Settings(), count, self.start, shared)
 

@@ -330,4 +330,4 @@ async def test_another_kind_is_a_change():
     await catalog.refresh()
 
     assert 2 == len(changes.seen)
-    assert changes.seen[0].kinds != changes.seen[1].kinds
+    assert changes.seen[0].digests != changes.seen[1].digests

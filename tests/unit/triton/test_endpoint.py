@@ -22,7 +22,7 @@ from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import ServiceError
-from triton_openai.triton.endpoint import Endpoint, mistake
+from triton_openai.triton.endpoint import Endpoint, listener_hint
 from triton_openai.triton.tensors import InferRequest
 
 
@@ -183,7 +183,7 @@ async def reason_at(url: str) -> str:
 )
 def test_servers_that_say_it_themselves(text: str, looks: str) -> None:
     """nginx and servers in Go answer plain HTTP at a TLS port with a page."""
-    assert looks in (mistake("http://triton:443", text) or "")
+    assert looks in (listener_hint("http://triton:443", text) or "")
 
 
 async def test_a_grpc_address_beside_a_good_one() -> None:

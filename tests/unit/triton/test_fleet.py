@@ -31,7 +31,7 @@ from triton_openai.errors import (
 from triton_openai.tasks import Background
 from triton_openai.telemetry.request_record import CallTracer
 from triton_openai.triton import routing
-from triton_openai.triton.catalog import Snapshot, kind_of, merge
+from triton_openai.triton.catalog import Snapshot, config_digest, merge
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.fleet import Fleet
 from triton_openai.triton.leasing import Attempts
@@ -153,8 +153,8 @@ def test_variants_are_told_by_what_changes_an_answer():
     """Another batch size makes a variant; a parameter that no adapter reads does not; an ensemble has its steps'."""
 
     def snapshot(**configs):
-        kinds = {name: kind_of(name, configs) for name in configs}
-        return Snapshot(configs=configs, kinds=kinds, complete=True)
+        digests = {name: config_digest(name, configs) for name in configs}
+        return Snapshot(configs=configs, digests=digests, complete=True)
 
     step = EnsembleStep(model="engine", input_map={}, output_map={})
     ModelConfig(name="x").parameter("decoding_mode")
@@ -564,7 +564,7 @@ async def test_a_line_of_a_batch_ends_one_triton_at_most(fleets):
         if freezes:
             await until(lambda: any(triton.asked_for for triton in tritons.values()))
             for member in fleet.members.values():
-                member.lose(final=False)
+                member.report_lost(final=False)
         with pytest.raises(UpstreamError):
             await asking
         return sum(len(triton.asked_for) for triton in tritons.values())

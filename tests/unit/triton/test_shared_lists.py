@@ -207,9 +207,9 @@ def test_what_is_sent() -> None:
     """A snapshot arrives as it was, with its error and what is known of its addresses."""
     server = ServerInfo(name="triton", version="2.51.0", grpc_answers=False)
     for error in (None, UpstreamUnavailable("Away.", detail="refused", retry_after=2.0), ModelNotFound("m")):
-        sent = Snapshot(server=server, error=error, kinds={"m": b"1"})
+        sent = Snapshot(server=server, error=error, digests={"m": b"1"})
         got = pickle.loads(pickle.dumps(sent))
-        assert (got.server, got.kinds) == (server, sent.kinds)
+        assert (got.server, got.digests) == (server, sent.digests)
         assert type(got.error) is type(error)
         assert str(got.error) == str(error) or isinstance(error, ModelNotFound)
         assert getattr(got.error, "reason", None) == getattr(error, "reason", None)

@@ -34,7 +34,7 @@ from triton_openai.triton.status import (
     foreign_error,
     no_answer_error,
     public_reason,
-    unreachable,
+    unreachable_error,
 )
 
 TRACEBACK = (
@@ -269,7 +269,9 @@ def test_what_may_be_shown(text, expected):
     assert expected == public_reason(text)
 
 
-@every_case("error", [no_answer_error("m"), cut_off_error(), unreachable("ConnectionRefusedError: ('127.0.0.1', 1)")])
+@every_case(
+    "error", [no_answer_error("m"), cut_off_error(), unreachable_error("ConnectionRefusedError: ('127.0.0.1', 1)")]
+)
 def test_errors_without_a_text_give_nothing_away(error):
     """What the transports find out themselves names no address."""
     assert isinstance(error, UpstreamError)

@@ -42,9 +42,9 @@ from triton_openai.errors import (
 )
 from triton_openai.triton import grpc as grpc_module
 from triton_openai.triton import http2_frames, http_stream
-from triton_openai.triton.client import ResponseStream, TritonClient, gather
+from triton_openai.triton.client import ResponseStream, TritonClient, all_responses
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.grpc import GrpcClient, GrpcStream, translate
+from triton_openai.triton.grpc import GrpcClient, GrpcStream, call_error
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.http2_frames import varint
 from triton_openai.triton.http_stream import HttpStream
@@ -549,7 +549,7 @@ async def test_no_failure_waits_for_the_collector(triton):
             client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
             client.stream(REQUEST, Mock()).close()
             with pytest.raises(ServiceError):
-                await gather(client, REQUEST)
+                await all_responses(client, REQUEST)
             await client.close()
         # A task that was cancelled holds its stream until it has ended, and on a busy machine that takes many turns.
         ending = asyncio.all_tasks() - tasks
@@ -918,7 +918,7 @@ async def test_a_body_that_ends_within_an_event(http):
 async def test_closed_while_it_connects(http):
     """A stream that is closed while it connects sends no request."""
     http.client.stream(REQUEST, Mock()).close()
-    await gather(http.client, REQUEST)
+    await all_responses(http.client, REQUEST)
 
     assert 1 == len(http.requests)
 
@@ -1041,10 +1041,10 @@ async def test_infer_over_http(http):
 async def test_responses_without_end(triton):
     """All responses of a stream together, where they are wanted together, have no more bytes than an answer."""
     triton.reply = Reply(texts=["x" * 1000] * 2000)
-    assert 2000 == len(await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=4 * MIB)))
+    assert 2000 == len(await all_responses(triton.client, msgspec.structs.replace(REQUEST, max_answer=4 * MIB)))
     triton.sent = 0
     with pytest.raises(InvalidAnswer, match="too long together"):
-        await gather(triton.client, msgspec.structs.replace(REQUEST, max_answer=100_000))
+        await all_responses(triton.client, msgspec.structs.replace(REQUEST, max_answer=100_000))
 
 
 async def test_an_infer_answer_without_end_over_http(http):
@@ -1078,9 +1078,9 @@ async def test_a_grpc_answer_that_is_too_long(grpc_server, monkeypatch, stream):
     request = msgspec.structs.replace(REQUEST, stream=stream, max_answer=4 * MIB - 70_000)
     for _ in range(2):
         with pytest.raises(InvalidAnswer, match="its body is too long"):
-            await gather(grpc_server.client, request)
+            await all_responses(grpc_server.client, request)
     larger = msgspec.structs.replace(request, max_answer=8 * MIB)
-    (response,) = await gather(grpc_server.client, larger)
+    (response,) = await all_responses(grpc_server.client, larger)
     assert [text] == response.texts("text_output")
 
 
@@ -1426,4 +1426,4 @@ def test_connections_that_break() -> None:
         ("failed to connect to all addresses; last error: Connection reset by peer", UpstreamUnavailable),
         ("DNS resolution failed", UpstreamUnavailable),
     ):
-        assert kind is type(translate("UNAVAILABLE", text, "m"))
+        assert kind is type(call_error("UNAVAILABLE", text, "m"))

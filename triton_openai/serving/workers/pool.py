@@ -300,7 +300,7 @@ class Pool:
             for task in tasks:
                 task.cancel()
             del self._members[index]
-            self._share.forget(index)
+            self._share.release_worker(index)
         if self._ending.is_set():
             return
         if not self._ever_listened.is_set():

@@ -54,7 +54,7 @@ class SharedState:
         follow = partial(self.follow, index, channel)
         return {"follow": follow, **{method.__name__: partial(method, index) for method in methods}}
 
-    def forget(self, index: int) -> None:
+    def release_worker(self, index: int) -> None:
         """Release everything of worker *index*, which has ended."""
         forget_worker(self._directory, index)
         self._channels.pop(index, None)
