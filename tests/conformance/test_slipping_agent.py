@@ -143,7 +143,8 @@ class Messages(Chat):
 @every_case("client", [Chat, Responses, Messages])
 async def test_twenty_turns(client: type[Chat], stream: bool) -> None:
     """Each slip is the call that it means, and what came before is taken as history."""
-    async with running(chat_template=str(TEMPLATE), tool_call_parser="hermes", reasoning_parser="qwen3") as faces:
+    options = {"chat_template": str(TEMPLATE), "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with running(**options, max_model_len=8000) as faces:
         session = client(faces, stream=stream)
         for turn in range(TURNS):
             arguments, _ = await session.turn()
