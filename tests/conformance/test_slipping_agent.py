@@ -17,11 +17,16 @@ SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required
 TURNS = 20
 
 
+def arguments_in(turn: int) -> dict[str, str]:
+    """Return the arguments of the call in *turn*. The schema does not have the second: models write it all the same."""
+    return {"cmd": f"cat note{turn + 1}.txt", "description": "Read the note"}
+
+
 def order(turn: int) -> str:
     """Return what a tool says in the turn before *turn*: the model writes its call with another slip each time."""
     if turn == TURNS:
         return steered(f"Note {turn} says:", text="All notes are read.")
-    return steered(f"Note {turn} says:", text=slipping_calls("exec", {"cmd": f"cat note{turn + 1}.txt"})[turn])
+    return steered(f"Note {turn} says:", text=slipping_calls("exec", arguments_in(turn))[turn])
 
 
 def deltas(answer: Answer) -> list[dict[str, Any]]:
@@ -138,11 +143,12 @@ class Messages(Chat):
 @every_case("client", [Chat, Responses, Messages])
 async def test_twenty_turns(client: type[Chat], stream: bool) -> None:
     """Each slip is the call that it means, and what came before is taken as history."""
-    async with running(chat_template=str(TEMPLATE), tool_call_parser="hermes", reasoning_parser="qwen3") as faces:
+    options = {"chat_template": str(TEMPLATE), "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with running(**options, max_model_len=8000) as faces:
         session = client(faces, stream=stream)
         for turn in range(TURNS):
             arguments, _ = await session.turn()
             assert arguments is not None, f"no call in turn {turn}: {order(turn)}"
-            assert {"cmd": f"cat note{turn + 1}.txt"} == json.loads(arguments)
+            assert arguments_in(turn) == json.loads(arguments)
             session.tell(order(turn + 1))
         assert (None, "All notes are read.") == await session.turn()

@@ -36,7 +36,7 @@ from triton_openai.api.responses.objects import (
     ResponseObject,
     ResponsesRequest,
 )
-from triton_openai.api.responses.request_reader import ParsedRequest, read
+from triton_openai.api.responses.request_reader import ParsedRequest, check_outputs, read
 from triton_openai.api.responses.response_events import ResponseEvents, terminal_events
 from triton_openai.api.responses.stored import RecentLane, StoredResponse
 from triton_openai.api.service import RequestContext, Service, begin
@@ -176,6 +176,8 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
     if body.reasoning is not None:
         asked_effort = body.reasoning.effort
     effort = await agents.known_effort(context.model, asked_effort)
+    if body.previous_response_id is not None:
+        check_outputs(inputs.before, inputs.resolved)
     items = [(param, item) for item in inputs.before]
     items += [(f"input[{number}]", item) for number, item in enumerate(inputs.resolved)]
     if not items and (body.input is None or body.instructions is None):

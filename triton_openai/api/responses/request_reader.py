@@ -330,6 +330,8 @@ class MessageBuilder:
         self._call_paths = []
 
 
+# Characters of an id in an error.
+_MAX_SHOWN_ID = 64
 _ROLES: Mapping[str, type[messages.UserMessage | messages.SystemMessage | messages.DeveloperMessage]] = {
     "user": messages.UserMessage, "system": messages.SystemMessage, "developer": messages.DeveloperMessage,
 }  # fmt: skip
@@ -414,6 +416,21 @@ def check_items(items: Iterable[Item]) -> None:
     """Raise :class:`InvalidRequest` for *items* that no request could hold."""
     for number, item in enumerate(items):
         _read_item(item, f"items[{number}]", MessageBuilder(), Tools(strict=False))
+
+
+def check_outputs(before: Iterable[Item], items: Sequence[Item]) -> None:
+    """
+    Raise :class:`InvalidValue` for an output among *items* whose call is neither there nor in what was *before*.
+
+    A request that goes on from a response sends what is new only, so such an output belongs to another conversation.
+    Source of the text, which agents look for: OpenAI's API.
+    """
+    called = {item.get("call_id") for item in (*before, *items) if item.get("type") in _CALLS}
+    for number, item in enumerate(items):
+        if _is_output(item) and item["call_id"] not in called:
+            shown = printable(item["call_id"], _MAX_SHOWN_ID)
+            message = f"No tool call found for function call output with call_id {shown}."
+            raise InvalidValue(message, f"input[{number}].call_id")
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:

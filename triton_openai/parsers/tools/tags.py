@@ -14,7 +14,7 @@ OPENINGS = (
     "<|python_tag|>", "<|python_start|>", "<|tool_call>", "<start_function_call>", "<|START_ACTION|>",
     "<|action_start|>", "<|tool_call|>", "[TOOL_CALLS]", "<|tools_prefix|>", "<|function_call|>",
     "function call<|role_sep|>", "<dots_function_call>", "<tool_calls:opensource>", "<tool_call:opensource>",
-    "<atem:function_calls>",
+    "<atem:function_calls>", "<|open|>tools<|sep|>", "]<]minimax[>[<tool_call>",
 )  # fmt: skip
 #: What ends a call, or several.
 CLOSINGS = (
@@ -24,7 +24,7 @@ CLOSINGS = (
     "<|tool_calls_section_end|>", "<|tool_call_section_end|>", "<|tool_call_end|>", "<|python_end|>", "<tool_call|>",
     "<end_function_call>", "<|END_ACTION|>", "<|action_end|>", "<|tools_suffix|>", "<|message_sep|>",
     "</dots_function_call>", "</tool_calls:opensource>", "</tool_call:opensource>", "<end_of_tool_call:opensource>",
-    "</atem:function_calls>",
+    "</atem:function_calls>", "<|close|>tools<|sep|>", "]<]minimax[>[</tool_call>",
 )  # fmt: skip
 #: What opens calls of models whose own format is another: the tags that are no tokens, and those of widespread models.
 COMMON_OPENINGS = (

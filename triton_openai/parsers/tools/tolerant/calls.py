@@ -11,7 +11,8 @@ import msgspec
 
 from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.tolerant.context import Context
-from triton_openai.parsers.tools.tolerant.keys import CLOSING_BRACKETS, NAME
+from triton_openai.parsers.tools.tolerant.keys import NAME
+from triton_openai.parsers.tools.tolerant.request_tools import NO_PARAMETERS
 from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
 from triton_openai.parsers.tools.tolerant.tagged import TagReader
@@ -129,7 +130,7 @@ class CallReader:
                 at = closing.end()
                 continue
             end = at
-            while not scanner.is_over(end) and scanner.text[end] in CLOSING_BRACKETS and end < at + MAX_DEPTH:
+            while scanner.at_bracket(end) and end < at + MAX_DEPTH:
                 end = scanner.after_space(end + 1)
             if end == at:
                 return at, False
@@ -149,6 +150,8 @@ class CallReader:
             return self._named_call(tag[1], tag.end(), in_tag=True)
         if text[at] == "{" or (text[at] == "(" and not self._options.bare):
             return self._object_call(at)
+        if text[at] == '"' and not self._options.bare:
+            return self._quoted_call(at)
         header = text.find(_MESSAGE, at, at + _MAX_HEADER)
         recipient = None
         if header >= 0:
@@ -213,6 +216,15 @@ class CallReader:
                 return self._made(name, written, self._arguments_in(others[argument_key], name)), end
         return self._made(name, written, self._arguments_beside(others, name)), end
 
+    def _quoted_call(self, at: int) -> tuple[Call, int]:
+        """Read a call that is an object in a string."""
+        value, end = self._values.value(at, NO_PARAMETERS, "")
+        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+            raise Unreadable
+        inner = CallReader(self._context.inner(value))
+        (call,) = inner.calls(0).calls
+        return msgspec.structs.replace(call, kinds=call.kinds | {"notation"}), end
+
     def _call_with_name_as_key(self, members: Mapping[str, Any]) -> Call:
         """Return the call whose only member has the name of a tool as its key, and the arguments as its value."""
         if len(members) != 1 or self._options.bare:
@@ -238,7 +250,9 @@ class CallReader:
         """Return the arguments of *name*, which are *members* of the call's object beside its name."""
         arguments = {key: value for key, value in members.items() if key not in _IDS}
         if arguments:
-            if not self._tools.takes(name, arguments):
+            required = self._tools.parameters(name).required
+            is_complete = bool(required) and required <= arguments.keys()
+            if not self._tools.takes(name, arguments) and (self._options.bare or not is_complete):
                 raise Unreadable
             self._state.repair("notation")
         elif self._options.bare or self._tools.parameters(name).required:
@@ -249,6 +263,9 @@ class CallReader:
         """Return the arguments of *name* from their *value* in the call's object."""
         if value is None:
             return {}
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+            (value,) = value
+            self._state.repair("notation")
         if isinstance(value, dict):
             return self._typed(value, name)
         if not isinstance(value, str):

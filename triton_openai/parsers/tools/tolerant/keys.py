@@ -11,11 +11,9 @@ import re
 
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.escapes import unescaped
-from triton_openai.parsers.tools.tolerant.scanner import Unreadable
+from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH, Level
 
-#: Brackets that end objects, arrays and keywords.
-CLOSING_BRACKETS = frozenset("}])")
 #: More closing brackets than are open: of the list of calls, and of what is around it.
 _EXTRA_BRACKETS = 2
 _QUOTE = r"""(?:<\|"\|>|<escape>|\\?["'`“”])"""
@@ -26,7 +24,7 @@ _KEY = re.compile(
 )
 _JSON_KEY = re.compile(r'"((?:[^"\\\n]|\\.){0,200}+)"\s{0,64}+()()(:)')
 _BARE_SCALAR = re.compile(r"(?:[tT]rue|[fF]alse|null|None)\b")
-_BEGINS_VALUE = frozenset("\"'[{(<-0123456789")
+_BEGINS_VALUE = frozenset("\"'“[{(<-0123456789")
 _BEGINS_CALL = frozenset("{<[")
 #: The name of a call.
 NAME = re.compile(r"""(?:call:|function:)?\s{0,64}+["'`]?((?:[^\s<>(){}\[\]"'`,;=|｜]){1,256})["'`]?""")
@@ -57,6 +55,9 @@ class KeyReader:
             state.repair("quotes")
         if not opening or match[4] != ":":
             state.repair("notation")
+        level = state.innermost
+        if level is not None and not opening and not closing:
+            level.has_bare_keys = True
         return match[2].strip(), match.end()
 
     def continues(self, at: int, *, after_text: bool = False, certain: bool = False) -> bool:
@@ -71,7 +72,7 @@ class KeyReader:
         closed = 0
         at = scanner.after_space(at)
         for _ in range(MAX_DEPTH):
-            while not scanner.is_over(at) and scanner.text[at] in CLOSING_BRACKETS:
+            while scanner.at_bracket(at):
                 if closed > state.depth + _EXTRA_BRACKETS:
                     break
                 closed += 1
@@ -101,7 +102,7 @@ class KeyReader:
                 return self._is_next(at, level, certain=certain)
             if certain:
                 return False
-            return scanner.text[at] in _BEGINS_VALUE or _BARE_SCALAR.match(scanner.text, at) is not None
+            return self._begins_value(at)
         return False
 
     def _is_marked(self, at: int) -> bool:
@@ -129,5 +130,14 @@ class KeyReader:
         is_known = level.keys is not None and key in level.keys
         if is_known or certain:
             return is_known
-        # Without a schema, a key in quotes is enough.
-        return bool(match[1])
+        # A key that the schema does not have is in quotes, or as bare as those before it.
+        if match[1]:
+            return True
+        return level.has_bare_keys and self._begins_value(self._scanner.after_space(match.end()))
+
+    def _begins_value(self, at: int) -> bool:
+        """Return whether something other than text without quotes begins at *at*."""
+        text = self._scanner.text
+        if text.startswith('\\"', at):
+            return True
+        return text[at : at + 1] in _BEGINS_VALUE or _BARE_SCALAR.match(text, at) is not None

@@ -22,6 +22,8 @@ _MAX_TOTAL_STEPS = 100_000
 _LOOKAHEAD = 320
 
 FENCE = "```"
+#: Brackets that end objects, arrays and keywords.
+CLOSING_BRACKETS = frozenset("}])")
 #: An optional namespace in front of the name of a tag.
 NAMESPACE = r"(?:｜DSML｜|[\w.-]{1,40}:)?"
 #: The name of a function or of a parameter in its tag.
@@ -103,6 +105,10 @@ class Scanner:
     def closing(self, at: int) -> re.Match[str] | None:
         """Return the closing tag at *at*."""
         return CLOSING.match(self.text, at)
+
+    def at_bracket(self, at: int) -> bool:
+        """Return whether a closing bracket is at *at* which begins no closing tag."""
+        return self.text[at : at + 1] in CLOSING_BRACKETS and self.closing(at) is None
 
     def opens(self, at: int) -> bool:
         """Return whether a call begins at *at*."""

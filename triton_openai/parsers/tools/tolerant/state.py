@@ -38,6 +38,8 @@ class Level(msgspec.Struct):
     seen: set[str] = msgspec.field(default_factory=set)
     #: Whether the object consists of keywords in parentheses.
     is_keywords: bool = False
+    #: Whether a key of the object has no quotes.
+    has_bare_keys: bool = False
 
 
 class CallState:

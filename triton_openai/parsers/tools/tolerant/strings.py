@@ -8,8 +8,8 @@ from functools import cache
 
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.escapes import undoubled, unescaped
-from triton_openai.parsers.tools.tolerant.keys import CLOSING_BRACKETS, KeyReader
-from triton_openai.parsers.tools.tolerant.scanner import CLOSING_TAGS, Incomplete, Unreadable, any_of
+from triton_openai.parsers.tools.tolerant.keys import KeyReader
+from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, CLOSING_TAGS, Incomplete, Unreadable, any_of
 
 _DELIMITERS = ('<|"|>', "<escape>", '"""', "'''", '\\"', '"', "'", "`", "“")
 _CLOSING_DELIMITERS = {"“": "”"}
@@ -17,6 +17,8 @@ _CLOSING_BRACKETS_AND_TAG = rf"(?P<stop>[}}\])](?:\s{{0,8}}[}}\])]){{0,8}}\s{{0,
 #: What may stand at the end of the text behind a string without an end.
 _LAST_TAGS = (*CLOSING_TAGS, "</function>", "</invoke>", "</｜DSML｜invoke>", "```")
 _MEMBER = re.compile(r',\s{0,64}+"([^"\\\n]{1,200}+)"\s{0,64}+:')
+_BRACKET = re.compile(r"[\[\](){}]")
+_COMMA_AT_END = re.compile(r'"\s{0,64}+,\Z')
 _ESCAPED_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*\\"')
 
 
@@ -86,23 +88,46 @@ class StringReader:
         text = scanner.text[body : match.start()]
         if quotes:
             state.guess("quotes")
+            member = self._next_member(text)
+            if member is not None:
+                # Its own quote is missing.
+                self._check_guess(text[:member], closing)
+                return unescaped(text[:member].rstrip(), state), body + member
             text = undoubled(text, closing)
             self._check_guess(text, closing)
         if closing.startswith("<"):
             return text.replace(closing, '"'), match.end()
+        if closing.startswith("\\"):
+            # The whole call is escaped once more.
+            text = unescaped(text, state)
         return unescaped(text, state), match.end()
 
     def _check_guess(self, text: str, closing: str) -> None:
-        """Raise :class:`Unreadable` if *text*, a string with quotes inside, shows that it ends earlier."""
+        """
+        Raise :class:`Unreadable` if *text*, a string with quotes inside, shows that it ends earlier.
+
+        It does so by what looks like the next member of the object, or the next string of the array, outside of
+        brackets of its own.
+        """
         level = self._state.innermost
-        if level is None or not level.is_object:
+        if level is None:
+            return
+        quote = re.escape(closing)
+        self._scanner.budget.take(3 * len(text))
+        if not level.is_object:
+            if re.search(rf"{quote}\s{{1,64}}+{quote}", text):
+                # A comma may be missing between two strings.
+                raise Unreadable
             return
         seen = any_of(sorted(level.seen))
-        quote = re.escape(closing)
-        self._scanner.budget.take(len(text))
         if re.search(rf"{quote}(?:{seen}){quote}\s{{0,64}}+:", text):
             raise Unreadable
         if level.is_keywords and re.search(rf"(?<!\\){quote}\s{{0,64}}+[,)]", text):
+            raise Unreadable
+        outside = _outside_of_brackets(text)
+        if _members(quote).search(outside):
+            raise Unreadable
+        if level.has_bare_keys and _bare_members(quote).search(outside):
             raise Unreadable
 
     def _unclosed(self, body: int, closing: str, stop: int | None = None) -> tuple[str, int]:
@@ -127,8 +152,8 @@ class StringReader:
             self._check_guess(text[:member], closing)
             return unescaped(text[:member].rstrip(), state), body + member
         text = self._without_brackets(text)
-        if closing != '"':
-            # Nothing shows where the string ends.
+        if closing != '"' or _COMMA_AT_END.search(text):
+            # Nothing shows where the string ends, or something else is wrong behind it.
             raise Unreadable
         if text.count("{") != text.count("}") or text.count("[") != text.count("]"):
             raise Unreadable
@@ -171,5 +196,48 @@ class StringReader:
             return None
         for match in _MEMBER.finditer(text):
             if match[1] in level.keys and match[1] not in level.seen:
-                return match.start()
-        return None
+                break
+        else:
+            return None
+        before = text[: match.start()]
+        if len(_outside_of_brackets(before)) < len(before):
+            # It may belong to an object inside of the text.
+            return None
+        return match.start()
+
+
+def _outside_of_brackets(text: str) -> str:
+    """Return what of *text* is not inside of brackets."""
+    outside: list[str] = []
+    depth = 0
+    begin = 0
+    for match in _BRACKET.finditer(text):
+        if match[0] in CLOSING_BRACKETS:
+            depth = max(0, depth - 1)
+            begin = match.end()
+            continue
+        if depth == 0:
+            outside.append(text[begin : match.start()])
+        depth += 1
+    if depth == 0:
+        outside.append(text[begin:])
+    return "".join(outside)
+
+
+@cache
+def _members(quote: str) -> re.Pattern[str]:
+    """Return a pattern for a key of an object behind another member, with a quote, a comma or the colon missing."""
+    key = r"[^\s\"'\\:,;][^\"'\\\n]{0,199}+"
+    space = r"\s{0,64}+"
+    return re.compile(
+        rf"[,;]{space}{quote}{key}{quote}{space}:"
+        rf"|{quote}{space}[,;]{space}[\w-]{{1,200}}+{quote}{space}:"
+        rf"|{quote}{space}[,;]?{space}{quote}{key}{quote}{space}(?::|{quote})"
+    )
+
+
+@cache
+def _bare_members(quote: str) -> re.Pattern[str]:
+    """Return a pattern for a key without quotes behind another member."""
+    space = r"\s{0,64}+"
+    return re.compile(rf"{quote}{space},?{space}[\w-]{{1,200}}+{space}[:=]{space}{quote}")

@@ -57,6 +57,8 @@ class _Tag(msgspec.Struct, frozen=True):
     trims_lines: bool = False
     #: Whether the tag says that the value is a string.
     is_text: bool = False
+    #: What stands in the tag before the key.
+    form: str = ""
 
 
 class TagReader:
@@ -103,13 +105,20 @@ class TagReader:
         self._scanner.budget.take()
         match = _PARAMETER.match(text, at)
         if match is not None:
-            return _Tag(match[1], match.end(), _PARAMETER_END, trims_lines=match[2] is None, is_text=match[2] == "true")
+            return _Tag(
+                match[1],
+                match.end(),
+                _PARAMETER_END,
+                trims_lines=match[2] is None,
+                is_text=match[2] == "true",
+                form=text[at : match.start(1)],
+            )
         match = _KEY_TAGS.match(text, at)
         if match is not None:
             key = match[2].strip()
             is_complete = bool(match[1] and match["end"] and match["value"])
             if is_complete or self._is_next(key):
-                return _Tag(key, match.end(), _VALUE_END)
+                return _Tag(key, match.end(), _VALUE_END, form=match[1] or "")
         if text.startswith("<", at):
             end = text.find(">", at, at + _MAX_KEY_TAG)
             key = text[at + 1 : max(end, at + 1)]
@@ -140,7 +149,7 @@ class TagReader:
                 raise Unreadable
             at = match.end()
             scanner.require(at)
-            if self._continues(at, tag.end):
+            if self._continues(at, tag):
                 return scanner.text[tag.start : match.start()], at
 
     def _end_of_unclosed(self, at: int, stop: int, *, is_last: bool) -> int | None:
@@ -173,8 +182,12 @@ class TagReader:
                 at = max(at, behind)
         return None
 
-    def _continues(self, at: int, end: re.Pattern[str]) -> bool:
-        """Return whether the rest of the call begins at *at*, behind an end tag."""
+    def _continues(self, at: int, before: _Tag) -> bool:
+        """
+        Return whether the rest of the call begins at *at*, behind an end tag of the parameter *before*.
+
+        A parameter that the schema does not have is one if its tag has the same form.
+        """
         scanner = self._scanner
         at = scanner.after_space(at)
         if scanner.is_over(at):
@@ -183,13 +196,14 @@ class TagReader:
         if tag is not None:
             if tag.key in self._seen:
                 return False
-            return not self._parameters.names or self._parameters.has(tag.key)
+            is_same_form = bool(tag.form) and tag.form == before.form
+            return is_same_form or not self._parameters.names or self._parameters.has(tag.key)
         if not scanner.closes(at):
             return False
         behind = scanner.after_closings(at)
         if scanner.is_over(behind) or scanner.opens(behind):
             return True
-        return not self._has_end_tag(behind, end)
+        return not self._has_end_tag(behind, before.end)
 
     def _has_end_tag(self, at: int, end: re.Pattern[str]) -> bool:
         """

@@ -10,15 +10,15 @@ from typing import Any
 
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tolerant.context import Context
-from triton_openai.parsers.tools.tolerant.keys import CLOSING_BRACKETS, KeyReader
+from triton_openai.parsers.tools.tolerant.keys import KeyReader
 from triton_openai.parsers.tools.tolerant.request_tools import NO_PARAMETERS
-from triton_openai.parsers.tools.tolerant.scanner import Incomplete, Unreadable
+from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Incomplete, Unreadable
 from triton_openai.parsers.tools.tolerant.state import Level
 from triton_openai.parsers.tools.tolerant.strings import StringReader
 
 #: The keys of an object that is a call.
-NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name")
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input")
+NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name", "action")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input", "action_input")
 CALL_KEYS = frozenset({*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
 
 #: Numbers, and words such as ``true``, are not longer.
@@ -97,7 +97,7 @@ class ValueReader:
                 if is_doubled:
                     at = self._after_second_brace(at)
                 break
-            if scanner.closes(at):
+            if scanner.closes(at) or self._is_end_of_list(at):
                 self._state.repair("brackets")
                 break
             key, at = self._keys.read(at)
@@ -110,6 +110,14 @@ class ValueReader:
                 result[key], at = self.value(at, level.parameters, key, of_call=of_call)
         self._state.close()
         return result, at
+
+    def _is_end_of_list(self, at: int) -> bool:
+        """Return whether the bracket at *at* ends the list of calls, behind which nothing follows."""
+        scanner = self._scanner
+        if not scanner.text.startswith("]", at):
+            return False
+        end = scanner.after_space(at + 1)
+        return scanner.is_over(end) or scanner.closes(end)
 
     def _is_doubled(self, at: int) -> bool:
         """Return whether another brace follows the one at *at*, as in the templates of some programs."""
@@ -149,7 +157,7 @@ class ValueReader:
             if scanner.is_over(at):
                 self._add_missing_brackets()
                 break
-            if scanner.text[at] in "])":
+            if scanner.at_bracket(at) and scanner.text[at] != "}":
                 at += 1
                 break
             if scanner.text[at] == "}" or scanner.closes(at):
