@@ -68,14 +68,18 @@ class Whisper:
     Answers requests as Triton does.
 
     *max_tokens* limits an answer. In windows of more than *max_sound_seconds*, it repeats its last word to the limit.
+    In those of more than *max_heard_seconds*, it passes over all words but the last two.
     """
 
-    def __init__(self, *, max_tokens: int = 224, max_sound_seconds: float = 1000) -> None:
+    def __init__(
+        self, *, max_tokens: int = 224, max_sound_seconds: float = 1000, max_heard_seconds: float = 1000
+    ) -> None:
         self.requests = 0
         #: The seconds of each window that it got.
         self.seconds: list[float] = []
         self._max_tokens = max_tokens
         self._max_sound_seconds = max_sound_seconds
+        self._max_heard_seconds = max_heard_seconds
 
     async def ask(self, request: InferRequest, on_responses: Any = None) -> Sequence[InferResponse]:
         """Return the answer to *request*."""
@@ -85,7 +89,10 @@ class Whisper:
         samples = np.array(values["WAV"], np.float32)[: int(values["WAV_LENS"][0])]
         self.seconds.append(len(samples) / RATE)
         if "DECODER_INPUT_IDS" not in values:
-            text = " ".join(word for _, _, word in words_in(samples))
+            heard = words_in(samples)
+            if len(samples) / RATE > self._max_heard_seconds:
+                heard = heard[:2]
+            text = " ".join(word for _, _, word in heard)
             return [JsonResponse(values={"TRANSCRIPTS": text})]
         prompt = [int(number) for number in values["DECODER_INPUT_IDS"]]
         assert _NO_TIMES not in prompt
@@ -98,6 +105,9 @@ class Whisper:
         words = words_in(samples)
         written = [word for word in words if word[0] < seconds - _OPEN_SECONDS] or words
         ids = []
+        if seconds > self._max_heard_seconds:
+            written = written[-2:]
+            written[0] = (0.0, written[0][1], written[0][2])
         for begin, end, word in written:
             ids += [_time(begin), WORDS.index(word), _time(end)]
         if len(written) < len(words):

@@ -1,8 +1,8 @@
 """
 Asks a recognizer what is spoken in the chunks of one recording, and asks again where its answer cannot be right.
 
-An answer may be cut by the model's limit of tokens, repeat itself, or be invented for audio without speech. Sources of
-the rules: openai/whisper (``transcribe.py``) for windows, temperatures, repetitions and silence.
+An answer may be cut by the model's limit of tokens, repeat itself, lack words, or be invented for audio without speech.
+Sources of the rules: openai/whisper (``transcribe.py``) for windows, temperatures, repetitions and silence.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from msgspec.structs import replace
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Recognition
 from triton_openai.answer.prepare import tokenizer_of
-from triton_openai.answer.repetition import is_too_fast, repeats_itself, text_without_loop, without_loop, word_rate
+from triton_openai.answer.repetition import (
+    is_too_fast,
+    is_too_slow,
+    repeats_itself,
+    text_without_loop,
+    without_loop,
+    word_rate,
+)
 from triton_openai.answer.upstream_call import UpstreamClient
 from triton_openai.errors import UpstreamError
 from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import blank_between
 from triton_openai.media import voice_activity
 from triton_openai.media.cutting import Chunk, Windows, halves
-from triton_openai.media.voice_activity import Detector, SileroDetector, speech_seconds
+from triton_openai.media.voice_activity import Detector, speech_seconds
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.whisper import WhisperTokens
 from triton_openai.triton.tensors import InferResponse
@@ -45,6 +52,9 @@ _NO_SPEECH = 0.6
 # than talking, and must not be lost.
 _MIN_SPEECH = 0.1
 _SPEECH_THRESHOLD = 0.2
+# The probability of what certainly is speech, and the seconds of it whose words an answer may lack.
+_CERTAIN_SPEECH = 0.5
+_MAX_SKIPPED = 6.0
 # Microseconds to look for speech in a second of audio, and to load the network.
 _LOOK_COST = 5_000.0
 _LOAD_COST = 60_000.0
@@ -53,6 +63,8 @@ _SAME_RATE = 0.2
 # How often in a row the next window may begin within a second of the last one.
 _MAX_SHORT_STEPS = 3
 _SHORT_STEP = 1.0
+# Bytes of a sample.
+_SAMPLE = 4
 
 # Reads the text so far.
 ReadText: TypeAlias = Callable[[], str]
@@ -93,6 +105,8 @@ class Recognizer:
         self._detector_lock = threading.Lock()
         # Whether somebody says the same again and again: less audio was asked for, and its answer repeats itself too.
         self._speaker_repeats = False
+        # Whether somebody speaks slowly: less audio was asked for, and its answer has no more words a second.
+        self._speaker_is_slow = False
         self._number = 0
 
     @property
@@ -115,10 +129,14 @@ class Recognizer:
         return await offload.run(self._has_no_speech, chunk, cost=cost)
 
     def _has_no_speech(self, chunk: Chunk) -> bool:
+        return self._speech_seconds(chunk.samples, _SPEECH_THRESHOLD) < _MIN_SPEECH
+
+    def _speech_seconds(self, samples: bytes, threshold: float) -> float:
+        """Return how many seconds of *samples* are speech. Blocks the thread."""
         with self._detector_lock:
             if self._detector is None:
-                self._detector = SileroDetector(self.recognition.sample_rate)
-            return speech_seconds(chunk.samples, self._detector, _SPEECH_THRESHOLD) < _MIN_SPEECH
+                self._detector = voice_activity.detector_for(self.recognition.sample_rate)
+            return speech_seconds(samples, self._detector, threshold)
 
     async def detect(self, chunk: Chunk) -> None:
         """Find out the language of *chunk*, if that is needed: then it is the whole recording's."""
@@ -146,7 +164,10 @@ class Recognizer:
 
     async def _transcribe_whole(self, chunk: Chunk, show: Show | None, *, again: bool) -> Transcript:
         transcript = await self._ask_for_text(chunk, show)
-        if show is not None or self._is_sound(transcript, chunk, again=again):
+        if show is not None:
+            return transcript
+        sound = self._is_sound(transcript, chunk, again=again)
+        if sound and not await self._lacks_words(transcript, chunk, chunk.seconds):
             return transcript
         if chunk.seconds < _MIN_SECONDS:
             return self._without_loop(transcript, chunk)
@@ -185,6 +206,7 @@ class Recognizer:
         first = await self._ask_for_tokens(window)
         transcript, seconds = first
         sound = self._is_sound(transcript, window, again=False)
+        sound = sound and not await self._lacks_words(transcript, window, seconds)
         while not sound and window.seconds >= _MIN_SECONDS:
             window, _ = await asyncio.to_thread(halves, window, self.recognition.sample_rate)
             if await self.is_silent(window):
@@ -193,6 +215,7 @@ class Recognizer:
             if self._confirms(transcript, seconds, *first):
                 return first
             sound = self._is_sound(transcript, window, again=True)
+            sound = sound and not await self._lacks_words(transcript, window, seconds)
         if not sound:
             transcript = self._without_loop(transcript, window)
         return transcript, seconds
@@ -263,18 +286,36 @@ class Recognizer:
             self._speaker_repeats = True
         return self._speaker_repeats
 
+    async def _lacks_words(self, transcript: Transcript, chunk: Chunk, seconds: float) -> bool:
+        """
+        Return whether the answer to the first *seconds* of *chunk* is too short for the speech in them.
+
+        Whisper may pass over sentences, and the code of sherpa ends an answer at its limit of tokens without a sign.
+        """
+        if not self.recognition.invents or self._speaker_is_slow or seconds < _MAX_SKIPPED:
+            return False
+        if not is_too_slow(transcript.text, seconds):
+            return False
+        samples = chunk.samples[: round(seconds * self.recognition.sample_rate) * _SAMPLE]
+        cost = seconds * _LOOK_COST + _LOAD_COST
+        spoken = await offload.run(self._speech_seconds, samples, _CERTAIN_SPEECH, cost=cost)
+        return spoken >= _MAX_SKIPPED and is_too_slow(transcript.text, spoken)
+
     def _confirms(self, transcript: Transcript, seconds: float, before: Transcript, seconds_before: float) -> bool:
         """
-        Return whether *transcript* shows that the answer *before* it has no loop. Each is about so many *seconds*.
+        Return whether *transcript* shows that the answer *before* it is right. Each is about so many *seconds*.
 
-        A loop makes an answer longer. If both have as many words a second, the speaker repeats words.
+        A loop makes an answer longer, and what was passed over makes it shorter. If both have as many words a second,
+        the speaker repeats words, or speaks slowly.
         """
         if not before.complete or not transcript.complete or is_too_fast(before.text, seconds_before):
             return False
         expected = word_rate(transcript.text, seconds)
         confirmed = abs(word_rate(before.text, seconds_before) - expected) <= _SAME_RATE * expected
-        if confirmed:
+        if confirmed and repeats_itself(before.text):
             self._speaker_repeats = True
+        elif confirmed:
+            self._speaker_is_slow = True
         return confirmed
 
     def _without_loop(self, transcript: Transcript, chunk: Chunk) -> Transcript:

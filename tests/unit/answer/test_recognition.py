@@ -108,7 +108,7 @@ async def test_one_thread_looks_for_speech(monkeypatch: pytest.MonkeyPatch) -> N
             return [1.0]
 
     monkeypatch.setattr(recognition.voice_activity, "silero_available", lambda: True)
-    monkeypatch.setattr(recognition, "SileroDetector", Detector)
+    monkeypatch.setattr(recognition.voice_activity, "SileroDetector", Detector)
     upstream: Any = Answering({"TRANSCRIPTS": ""})
     options = TranscriptionOptions(job=TranscriptionJob(id="t", samples=b""))
     recognizer = recognition.Recognizer(upstream, whisper(), options)

@@ -93,6 +93,26 @@ async def test_words_that_somebody_repeats(tokenizer: Tokenizer) -> None:
         assert words == said(found)
 
 
+async def test_words_that_are_passed_over(tokenizer: Tokenizer) -> None:
+    """An answer with too few words for so much speech is not taken: the model is asked for less at once."""
+    words = [WORDS[number * 5 % 13] for number in range(100)]
+    samples = record([(word, 40, 20) for word in words])
+    for served in (engine(tokenizer), model((*WAV, "TEXT_PREFIX STRING [1]"), TEXT, None)):
+        whisper = Whisper(max_heard_seconds=16)
+        assert words == said(await transcribe(whisper, served, samples))
+        # 60 seconds: three of 20 or two of 30, and their halves.
+        assert whisper.requests <= 12
+
+
+async def test_somebody_who_speaks_slowly(tokenizer: Tokenizer) -> None:
+    """Few words in much speech are taken where less audio has no more of them, which is asked for once."""
+    words = [WORDS[number * 5 % 13] for number in range(40)]
+    whisper = Whisper()
+    assert words == said(await transcribe(whisper, engine(tokenizer), record([(word, 200, 20) for word in words])))
+    # 88 seconds, of which each window leaves three for the next one.
+    assert whisper.requests <= 6
+
+
 async def test_windows_are_as_long_as_they_can_be(tokenizer: Tokenizer) -> None:
     """An hour takes hardly more requests than its windows, and silence takes none."""
     words = [("never", 40, 60), ("tried", 80, 20)] * 300
