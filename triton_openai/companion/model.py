@@ -10,7 +10,8 @@ their tokens come over the carrier, those of all its streams in one response per
 
     request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "info", ...}
     carrier  [name, stream, number of the last response that the client has read]
-    response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...]}
+    response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...],
+              "q": [requests that wait in the engine, requests that it runs at most]}
 
 Absent fields at the end of a list are left out. A carrier sends :data:`WINDOW` responses that nobody has acknowledged
 at most. What the engine makes meanwhile is joined. A carrier is lost if its client has gone or does not acknowledge
@@ -218,6 +219,9 @@ class Carrier:
         self._model.loop.call_soon_threadsafe(self._model.lost, self)
 
     def _send(self, body):
+        queue = self._model.queue()
+        if queue is not None:
+            body["q"] = queue
         self._sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]))
 
     def _next(self):
@@ -489,12 +493,22 @@ class TritonPythonModel:
             log(f"carrier {carrier.name} has gone: {len(names)} streams end")
         self._abort(names)
 
+    def _streams(self):
+        """Return how many generations there are."""
+        return sum(len(carrier.streams) for carrier in list(self.carriers.values()))
+
+    def queue(self):
+        """Return how many requests wait in the engine and how many it runs at most; None where that is not known."""
+        engine = self.engine
+        if engine is None:
+            return None
+        return engine.queue(self._streams())
+
     async def _answer(self, sender, message, request_id):
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
-                streams = sum(len(carrier.streams) for carrier in self.carriers.values())
-                body = self.engine.info(streams)
+                body = self.engine.info(self._streams())
             else:
                 check_keys(message, KEYS, "")
                 body = await self.engine.pool(message, request_id)
@@ -780,6 +794,18 @@ class Engine:
             "max_num_seqs": self._config.scheduler_config.max_num_seqs,
             "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
         }
+
+    def queue(self, streams):
+        """
+        Return how many requests wait in the engine and how many it runs at most, if *streams* run or wait in it.
+
+        None where it is not known, and where the engine's own queue puts requests in the order of their priorities.
+        """
+        waiting = self._load(streams)["waiting"]
+        scheduler = self._config.scheduler_config
+        if waiting is None or getattr(scheduler, "policy", None) == "priority":
+            return None
+        return [waiting, scheduler.max_num_seqs * max(1, len(self._scheduled))]
 
     def _load(self, streams):
         """Return running and waiting requests, and the use of the KV cache from 0 to 1; None where it is not known."""

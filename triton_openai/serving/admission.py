@@ -61,6 +61,8 @@ class Admission:
         self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task, str | None]] = OrderedDict()
         # When other requests than lines of batches were there last, by model.
         self._live_at: dict[str, float] = {}
+        # By model, how many requests its engines should get, as far as they report their queue.
+        self._engine_limits: dict[str, float] = {}
         # The lines of batches that run, with their models.
         self._lines: dict[_Task, str] = {}
         self.replace(settings)
@@ -78,6 +80,16 @@ class Admission:
         if limit is None:
             return math.inf
         return self._worker.share(limit)
+
+    def set_room(self, model: str, more: float, limit: float) -> None:
+        """
+        Admit so many *more* requests for *model* from now on, and up to *limit* at a time.
+
+        *more* is negative where too many wait in the model's engines: then as many have to end first.
+        """
+        self._engine_limits[model] = min(len(self.running.get(model, ())) + more, limit)
+        if self.queue:
+            self.admit()
 
     async def enter(self, model: str, record: RequestRecord, *, patience: float | None = None) -> _Task:
         """
@@ -115,7 +127,7 @@ class Admission:
             return False
         own = sum(line_model == model for line_model in self._lines.values())
         live = len(self.running.get(model, ())) - own
-        limit = min(self._model_limit, self._capacity(model))
+        limit = min(self._model_limit, self._capacity(model), self._engine_limit(model))
         free = min(limit - live, self._limit - (self._total() - own))
         if live == 0 and time.monotonic() - self._live_at.get(model, -math.inf) > _LIVE_SECONDS:
             share = 1.0
@@ -210,4 +222,12 @@ class Admission:
 
     def _has_room(self, model: str) -> bool:
         running = len(self.running.get(model, ()))
-        return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))
+        if running >= self._model_limit or running >= self._engine_limit(model):
+            return False
+        return not self._by_endpoint or running < self._capacity(model)
+
+    def _engine_limit(self, model: str) -> float:
+        """Return how many requests for *model* its engines should get from this process."""
+        if not self._settings.follow_engine_queue:
+            return math.inf
+        return self._engine_limits.get(model, math.inf)

@@ -56,6 +56,10 @@ class Owner:
     def __init__(self) -> None:
         self.loop = Loop()
         self.gone = threading.Event()
+        self.waiting: list[int] | None = None
+
+    def queue(self) -> list[int] | None:
+        return self.waiting
 
     def lost(self, carrier: Any) -> None:
         self.gone.set()
@@ -332,10 +336,44 @@ def test_the_load(model: Any, name: str) -> None:
     assert (100, 16) == (load["cache_blocks"], load["block_size"])
 
 
+_QUEUES: dict[str, tuple[int, dict[int, Any], str, Any]] = {
+    "an engine": (4, {0: stats()}, "fcfs", [2, 8]),
+    "several engines": (9, {0: stats(), 1: stats()}, "fcfs", [4, 16]),
+    "nothing has run yet": (0, {}, "fcfs", [0, 8]),
+    "no statistics": (4, {}, "fcfs", None),
+    "an engine that puts requests in order": (4, {0: stats()}, "priority", None),
+}
+
+
+@every_case("name", list(_QUEUES))
+def test_the_queue_of_the_engine(model: Any, name: str) -> None:
+    """A client hears how many wait, where it may hold requests back itself."""
+    streams, scheduled, policy, expected = _QUEUES[name]
+    engine = model.Engine.__new__(model.Engine)
+    engine._config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(policy=policy, max_num_seqs=8))
+    engine._scheduled = scheduled
+    engine._pooling = 0
+
+    assert expected == engine.queue(streams)
+
+
+def test_responses_bring_the_queue(model: Any) -> None:
+    """Each of them, so that a client knows it within a step of the engine."""
+    owner, sender = Owner(), Sender()
+    owner.waiting = [3, 8]
+    carrier = model.Carrier(owner, "front", sender)
+    assert [3, 8] == sender.next()["q"]
+    owner.waiting = [5, 8]
+    turn(carrier, owner, [1, [5]])
+
+    assert [5, 8] == sender.next()["q"]
+    carrier.close()
+
+
 class Output:
     """An output of vLLM's engine: its struct says what its fields are, and what they are without a value."""
 
-    __struct_fields__ = ("request_id", "new_token_ids", "finish_reason", "new_logprobs", "num_nans_in_logits")
+    __struct_fields__: tuple[str, ...] = ("request_id", "new_token_ids", "finish_reason", "new_logprobs", "num_nans_in_logits")
     __struct_defaults__ = (None, None, 0)
 
     def __init__(self, name: str, ids: list[int], **more: Any) -> None:
