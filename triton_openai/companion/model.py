@@ -17,7 +17,7 @@ Absent fields at the end of a list are left out. A carrier sends :data:`WINDOW` 
 at most. What the engine makes meanwhile is joined. A carrier is lost if its client has gone or does not acknowledge
 anything for :data:`SILENCE` seconds; then its streams end.
 
-Source of the facts: vLLM's ``AsyncLLM``, ``SamplingParams`` and ``PoolingParams``, releases 0.11 to 0.32.
+Source of the facts: vLLM's ``AsyncLLM``, ``SamplingParams`` and ``PoolingParams``, releases 0.11 to 0.33.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ CONTRACT = 1
 #: The oldest release of vLLM whose interface this file uses.
 OLDEST = (0, 11)
 #: The newest release whose interface was compared with it. A newer one is tried.
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 #: Responses that a carrier sends before its client has to acknowledge one.
 WINDOW = 32
 #: Seconds without an acknowledgement after which a carrier that waits for one is lost.
@@ -56,6 +56,8 @@ KEPT = 30.0
 #: Seconds between two looks at the engine's health.
 HEALTH = 1.0
 
+#: The status of HTTP for what can be tried again later.
+UNAVAILABLE = 503
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 # The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
@@ -104,6 +106,10 @@ def error_fields(error):
         if param is not None and error.args:
             message = str(error.args[0])
         return {"kind": "invalid", "message": message, "param": param}
+    # vLLM's errors that come and go have a status, such as that of its own limit of the queue.
+    status = getattr(error, "http_status", getattr(error, "status_code", None))
+    if status == UNAVAILABLE:
+        return {"kind": "overloaded", "message": str(error), "param": None}
     return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
 
 

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import types
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -373,7 +374,13 @@ def test_responses_bring_the_queue(model: Any) -> None:
 class Output:
     """An output of vLLM's engine: its struct says what its fields are, and what they are without a value."""
 
-    __struct_fields__: tuple[str, ...] = ("request_id", "new_token_ids", "finish_reason", "new_logprobs", "num_nans_in_logits")
+    __struct_fields__: tuple[str, ...] = (
+        "request_id",
+        "new_token_ids",
+        "finish_reason",
+        "new_logprobs",
+        "num_nans_in_logits",
+    )
     __struct_defaults__ = (None, None, 0)
 
     def __init__(self, name: str, ids: list[int], **more: Any) -> None:
@@ -599,6 +606,44 @@ async def test_a_beam_search_that_nobody_wants_ends(model: Any) -> None:
     await searching(model, table).search("x", message, [], lambda: next(wanted))
 
     assert ["x/0-0"] == table.asked
+
+
+class VLLMClientError(Exception):
+    """The base of vLLM's errors for what a client does wrong."""
+
+
+def raised(kind: type[Exception], text: str, **fields: Any) -> Exception:
+    """Return an error of vLLM with these *fields*."""
+    error = kind(text)
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
+
+
+_ERRORS: dict[str, tuple[Exception, str, str | None]] = {
+    "a parameter": (raised(VLLMClientError, "no", parameter="top_p"), "invalid", "top_p"),
+    "a value": (ValueError("no"), "invalid", None),
+    "vLLM's limit of its queue": (
+        raised(Exception, "no", http_status=HTTPStatus.SERVICE_UNAVAILABLE),
+        "overloaded",
+        None,
+    ),
+    "what can be tried again": (
+        raised(Exception, "no", status_code=HTTPStatus.SERVICE_UNAVAILABLE),
+        "overloaded",
+        None,
+    ),
+    "another status": (raised(Exception, "no", status_code=HTTPStatus.INTERNAL_SERVER_ERROR), "engine", None),
+    "a fault": (RuntimeError("no"), "engine", None),
+}
+
+
+@every_case("name", list(_ERRORS))
+def test_the_errors_of_vllm(model: Any, name: str) -> None:
+    """What a client does wrong, what can be tried again, and what has failed are told apart."""
+    error, kind, param = _ERRORS[name]
+
+    assert {"kind": kind, "message": "no", "param": param} == model.error_fields(error)
 
 
 _REFUSED = {
