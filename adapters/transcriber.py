@@ -11,11 +11,9 @@ the settings (:class:`TensorMapping`).
 from __future__ import annotations
 
 import base64
-import io
 import math
 import re
 import secrets
-import wave
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
@@ -28,6 +26,7 @@ from msgspec.structs import replace
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities, Recognition, requires_only
 from triton_openai.adapters._common.tensor_mapping import Kind
+from triton_openai.adapters._common.wav import pcm, wav_file
 from triton_openai.errors import ConfigurationError, InvalidAnswer, UnsupportedParameter
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import Segment, SpokenToken, Transcript, TranscriptionJob, TranslationJob, Word
@@ -96,7 +95,6 @@ _SPEECH_FEATURES = "speech_features"
 # What the last step of a streaming Paraformer takes: by these weights it finds the words that are new.
 _NEW_WORDS = "alphas"
 _TAG = re.compile(r"<\|([^|<>]*)\|>")
-_LOUDEST_PCM = 32_767
 _Item = TypeVar("_Item")
 # The longest recording that a segment can be in: ten days.
 _MAX_SECONDS = 864_000
@@ -394,17 +392,17 @@ class Transcriber(tensors.DescribedAdapter):
         if self._form == "samples":
             count = len(samples)
             if spec.datatype == "INT16":
-                values = _pcm(samples).tobytes()
+                values = pcm(samples).tobytes()
             else:
                 values = samples.astype({"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}[spec.datatype]).tobytes()
             if self.config.decoupled and spec.datatype != "FP16":
                 # HTTP's generate extension, where there is no gRPC, takes numbers.
                 values = array(ARRAY_CODES[spec.datatype], values)
         elif spec.datatype == "UINT8":
-            values = _wav(samples, rate)
+            values = wav_file(samples, rate)
             count = len(values)
         else:
-            values = _bytes_element(_wav(samples, rate), encode=self._form == "base64")
+            values = _bytes_element(wav_file(samples, rate), encode=self._form == "base64")
             count = 1
         yield Tensor(spec.name, spec.datatype, self.config.wire_shape(spec, count), values)
         if _LENGTH in self._inputs:
@@ -616,22 +614,6 @@ def _sequence_number() -> int:
 
 def _written(text: str, word: str) -> str:
     return f"{text}{blank_between(text, word)}{word}"
-
-
-def _pcm(samples: Any) -> Any:
-    """Return samples of 16 bits; what is louder than they can be is as loud as they can."""
-    return (samples.clip(-1, 1) * _LOUDEST_PCM).round().astype("<i2")
-
-
-def _wav(samples: Any, rate: int) -> bytes:
-    """Return a WAV file with *samples*, an array from -1 to 1."""
-    target = io.BytesIO()
-    with wave.open(target, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(_pcm(samples).tobytes())
-    return target.getvalue()
 
 
 def _bytes_element(data: bytes, *, encode: bool) -> bytes:

@@ -8,7 +8,7 @@ and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
 
-    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "info", ...}
+    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "transcribe" | "info", ...}
     carrier  [name, stream, number of the last response that the client has read]
     response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...],
               "q": [requests that wait in the engine, requests that it runs at most]}
@@ -364,8 +364,8 @@ class TritonPythonModel:
         kind = message.get("kind")
         if self.engine is None:
             raise died()
-        if kind in ("embed", "classify", "info"):
-            self._call(self._begin_answer, sender, message, request_id)
+        if kind in ("embed", "classify", "transcribe", "info"):
+            self._call(self._begin_answer, sender, message, media, request_id)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
             raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
@@ -391,8 +391,8 @@ class TritonPythonModel:
     def _call(self, function, *arguments):
         self.loop.call_soon_threadsafe(function, *arguments)
 
-    def _begin_answer(self, sender, message, request_id):
-        self.loop.create_task(self._answer(sender, message, request_id))
+    def _begin_answer(self, sender, message, media, request_id):
+        self.loop.create_task(self._answer(sender, message, media, request_id))
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
@@ -510,14 +510,17 @@ class TritonPythonModel:
             return None
         return engine.queue(self._streams())
 
-    async def _answer(self, sender, message, request_id):
+    async def _answer(self, sender, message, media, request_id):
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
                 body = self.engine.info(self._streams())
             else:
                 check_keys(message, KEYS, "")
-                body = await self.engine.pool(message, request_id)
+                if message["kind"] == "transcribe":
+                    body = await self.engine.transcribe(message, media, request_id)
+                else:
+                    body = await self.engine.pool(message, request_id)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             body = {"e": error_fields(self._explained(error))}
         answer(sender, body)
@@ -979,6 +982,44 @@ class Engine:
             raise Refused(f"The model has no LoRA adapter {name!r}.", "model", "lora")
         number = self._lora_numbers.setdefault((name, path), len(self._lora_numbers) + 1)
         return self._library.LoRARequest(name, number, path)
+
+    async def transcribe(self, message, media, request_id):
+        """
+        Return the token ids of what is spoken in an audio file, for a model that hears with an encoder, as Whisper.
+
+        The ids of the request are the beginning of the decoder's answer.
+        """
+        if not self._encodes:
+            raise Refused("The model does not write down speech by itself: send the audio in a chat.", "model")
+        ids = message.get("ids")
+        if not isinstance(ids, list) or not ids:
+            raise Refused("The beginning of the decoder's answer is missing.", "ids")
+        self._check_ids(ids, "ids")
+        data = multi_modal_data(message.get("media", []), media)
+        if len(data.get("audio", [])) != 1:
+            raise Refused("A transcription needs one audio file.", "media")
+        room = self._model_config.max_model_len - len(ids)
+        if room < 1:
+            raise Refused("The prompt leaves no room for an answer.", "prompt")
+        sampling = {"max_tokens": room, **message.get("sampling", {})}
+        params = self._sampling({"sampling": sampling, "return": {"logprobs": 0}})
+        prompt = {
+            "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": data["audio"][0]}},
+            "decoder_prompt": {"prompt_token_ids": ids},
+        }
+        spoken = []
+        total = 0.0
+        self._pooling += 1
+        try:
+            async for output in self._engine.generate(prompt, params, request_id):
+                choice = output.outputs[0]
+                new = list(choice.token_ids)
+                spoken += new
+                if choice.logprobs:
+                    total += sum([entry[token].logprob for entry, token in zip(choice.logprobs, new, strict=False)])
+        finally:
+            self._pooling -= 1
+        return {"ids": spoken, "logprob": finite(total), "prompt": len(ids)}
 
     async def pool(self, message, request_id):
         """Return the vector of one input: an embedding, or the scores of its classes."""
