@@ -22,11 +22,13 @@ from triton_openai.adapters._common.base import (
     ModelFiles,
     ModelMetadata,
     Parameter,
+    Recognition,
     Rule,
     check_range,
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.adapters._common.wav import wav_file
 from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
     ConfigurationError,
@@ -56,7 +58,11 @@ from triton_openai.jobs import (
     JobType,
     ScoreJob,
     ScoreResult,
+    Transcript,
+    TranscriptionJob,
+    TranslationJob,
 )
+from triton_openai.languages import LANGUAGES
 from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
 
 _log = structlog.get_logger(__name__)
@@ -64,7 +70,7 @@ _log = structlog.get_logger(__name__)
 #: The parameter of the model's configuration that names the contract, and the versions that are known.
 CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
-#: The parameter that says what the engine is loaded for: ``generate``, ``embed`` or ``classify``.
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify`` or ``transcribe``.
 RUNNER = "triton_openai_runner"
 #: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
 LEVELS = 10
@@ -111,11 +117,30 @@ class _Vector(msgspec.Struct):
     error: Any = msgspec.field(name="e", default=None)
 
 
+class _Spoken(msgspec.Struct):
+    """The answer to a transcription."""
+
+    ids: list[int] = []
+    logprob: float = 0.0
+    prompt: int | None = None
+    error: Any = msgspec.field(name="e", default=None)
+
+
 # A cross-encoder is a classifier with one class.
-_JOBS: Mapping[str, Sequence[JobType]] = {"embed": (EmbeddingJob,), "classify": (ClassificationJob, ScoreJob)}
+_JOBS: Mapping[str, Sequence[JobType]] = {
+    "embed": (EmbeddingJob,),
+    "classify": (ClassificationJob, ScoreJob),
+    "transcribe": (TranscriptionJob, TranslationJob),
+}
+#: How Whisper takes speech: 30 seconds at once. It has room for 448 tokens, the prompt and its text before included.
+_START = "<|startoftranscript|>"
+_WHISPER = Recognition(
+    max_seconds=30.0, languages=frozenset(LANGUAGES), prompt=True, temperature=True, segments=True, invents=True
+)
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
 _load = msgspec.json.Decoder(EngineLoad)
+_spoken = msgspec.json.Decoder(_Spoken)
 
 
 class Companion(Adapter):
@@ -128,6 +153,9 @@ class Companion(Adapter):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
+        if TranscriptionJob in self.jobs:
+            self.capabilities = Capabilities(tokens=True, tokenizer_has=(_START,), recognition=_WHISPER)
+            return
         self.capabilities = Capabilities(
             streaming=True,
             usage=True,
@@ -177,10 +205,14 @@ class Companion(Adapter):
             loras=arguments.get("enable_lora") is True,
         )
 
-    def encode(self, job: Generation | EmbeddingJob | ClassificationJob | ScoreJob, /) -> Sequence[InferRequest]:
-        """Return the request of a generation, or one for each input of another job."""
+    def encode(
+        self, job: Generation | EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob, /
+    ) -> Sequence[InferRequest]:
+        """Return the request of a generation or a transcription, or one for each input of another job."""
         if isinstance(job, Generation):
             return [self._generation(job, scores_prompt=None)]
+        if isinstance(job, TranscriptionJob):
+            return [self._transcription(job)]
         if isinstance(job, ScoreJob):
             return [self._pair(job, number) for number in range(len(job.encoded))]
         kind = "embed"
@@ -211,6 +243,26 @@ class Companion(Adapter):
         body = {"v": 1, "kind": "classify", "ids": list(pair.ids), "pooling": pooling}
         return self.request(f"{job.id}-{number}", [self._body(body)], (_RESPONSE,))
 
+    def _transcription(self, job: TranscriptionJob) -> InferRequest:
+        """Return the request for what is spoken in a window."""
+        # Imported here: other models need no NumPy.
+        import numpy as np
+
+        file = wav_file(np.frombuffer(job.samples, "<f4"), _WHISPER.sample_rate)
+        sampling: dict[str, Any] = {"temperature": job.temperature or 0.0}
+        if len(job.prompt_ids) == 1:
+            # The answer begins with the language, and nothing else of it is used.
+            sampling["max_tokens"] = 1
+        body = {
+            "v": 1,
+            "kind": "transcribe",
+            "ids": list(job.prompt_ids),
+            "sampling": sampling,
+            "media": [{"type": "audio", "at": 0, "encoding": "base64"}],
+        }
+        media = self.tensor(_MEDIA, base64.b64encode(file).decode())
+        return self.request(job.id, [self._body(body), media], (_RESPONSE,))
+
     def load_request(self) -> InferRequest:
         """Return the request for the engine's load."""
         return self.request("load", [self._body({"v": 1, "kind": "info"})], (_RESPONSE,))
@@ -240,9 +292,14 @@ class Companion(Adapter):
         return [_entry(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
 
     def decode(
-        self, job: EmbeddingJob | ClassificationJob | ScoreJob, responses: Sequence[InferResponse], /
-    ) -> EmbeddingResult | ClassificationResult | ScoreResult:
-        """Return vectors, the values of classes, or scores."""
+        self,
+        job: EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
+        responses: Sequence[InferResponse],
+        /,
+    ) -> EmbeddingResult | ClassificationResult | ScoreResult | Transcript:
+        """Return vectors, the values of classes, scores, or what is spoken."""
+        if isinstance(job, TranscriptionJob):
+            return self._transcript(responses)
         vectors: list[bytes] = []
         tokens = 0
         for response in responses:
@@ -259,6 +316,21 @@ class Companion(Adapter):
         return ClassificationResult(
             values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
         )
+
+    def _transcript(self, responses: Sequence[InferResponse]) -> Transcript:
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                try:
+                    spoken = _spoken.decode(text)
+                except msgspec.MsgspecError as error:
+                    raise response.invalid("its transcript cannot be read", detail=str(error)) from error
+                if spoken.error is not None:
+                    raise self._fault(spoken.error)
+                likely = None
+                if spoken.ids:
+                    likely = spoken.logprob / len(spoken.ids)
+                return Transcript(text="", token_ids=spoken.ids, avg_logprob=likely, prompt_tokens=spoken.prompt)
+        raise InvalidAnswer("it has no transcript", model=self.config.name)
 
     def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
         """Return the scores that *vectors* hold. Raises :class:`InvalidRequest` for those of a classifier."""

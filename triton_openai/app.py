@@ -166,6 +166,7 @@ def create_app(
     if files is not None:
         service.batches = BatchRunner(files, LineHost(service), first_tokens, metrics)
     fleet.leasing.on_capacity = service.admission.admit
+    fleet.engine_room.on_room = service.admission.set_room
     _limit(fleet, worker, settings.server)
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
-import wave
 from array import array
 from typing import Any, Literal
 
+from triton_openai.adapters._common.wav import pcm, wav_file
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.tensors import ARRAY_CODES, ModelConfig, Tensor, TensorSpec
-
-_LOUDEST_PCM = 32_767
 
 
 class AudioTensor:
@@ -43,35 +40,19 @@ class AudioTensor:
         if self._form == "samples":
             count = len(samples)
             if spec.datatype == "INT16":
-                values = _pcm(samples).tobytes()
+                values = pcm(samples).tobytes()
             else:
                 values = samples.astype({"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}[spec.datatype]).tobytes()
             if self._config.decoupled and spec.datatype != "FP16":
                 # HTTP's generate extension, where there is no gRPC, takes numbers.
                 values = array(ARRAY_CODES[spec.datatype], values)
         elif spec.datatype == "UINT8":
-            values = _wav(samples, self._rate)
+            values = wav_file(samples, self._rate)
             count = len(values)
         else:
-            values = _bytes_element(_wav(samples, self._rate), encode=self._form == "base64")
+            values = _bytes_element(wav_file(samples, self._rate), encode=self._form == "base64")
             count = 1
         return Tensor(spec.name, spec.datatype, self._config.wire_shape(spec, count), values)
-
-
-def _pcm(samples: Any) -> Any:
-    """Return samples of 16 bits; what is louder than they can be is as loud as they can."""
-    return (samples.clip(-1, 1) * _LOUDEST_PCM).round().astype("<i2")
-
-
-def _wav(samples: Any, rate: int) -> bytes:
-    """Return a WAV file with *samples*, an array from -1 to 1."""
-    target = io.BytesIO()
-    with wave.open(target, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(_pcm(samples).tobytes())
-    return target.getvalue()
 
 
 def _bytes_element(data: bytes, *, encode: bool) -> bytes:

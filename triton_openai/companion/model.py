@@ -8,15 +8,16 @@ and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
 
-    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "info", ...}
+    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "transcribe" | "info", ...}
     carrier  [name, stream, number of the last response that the client has read]
-    response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...]}
+    response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...],
+              "q": [requests that wait in the engine, requests that it runs at most]}
 
 Absent fields at the end of a list are left out. A carrier sends :data:`WINDOW` responses that nobody has acknowledged
 at most. What the engine makes meanwhile is joined. A carrier is lost if its client has gone or does not acknowledge
 anything for :data:`SILENCE` seconds; then its streams end.
 
-Source of the facts: vLLM's ``AsyncLLM``, ``SamplingParams`` and ``PoolingParams``, releases 0.11 to 0.32.
+Source of the facts: vLLM's ``AsyncLLM``, ``SamplingParams`` and ``PoolingParams``, releases 0.11 to 0.33.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ CONTRACT = 1
 #: The oldest release of vLLM whose interface this file uses.
 OLDEST = (0, 11)
 #: The newest release whose interface was compared with it. A newer one is tried.
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 #: Responses that a carrier sends before its client has to acknowledge one.
 WINDOW = 32
 #: Seconds without an acknowledgement after which a carrier that waits for one is lost.
@@ -55,6 +56,8 @@ KEPT = 30.0
 #: Seconds between two looks at the engine's health.
 HEALTH = 1.0
 
+#: The status of HTTP for what can be tried again later.
+UNAVAILABLE = 503
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 # The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
@@ -103,6 +106,10 @@ def error_fields(error):
         if param is not None and error.args:
             message = str(error.args[0])
         return {"kind": "invalid", "message": message, "param": param}
+    # vLLM's errors that come and go have a status, such as that of its own limit of the queue.
+    status = getattr(error, "http_status", getattr(error, "status_code", None))
+    if status == UNAVAILABLE:
+        return {"kind": "overloaded", "message": str(error), "param": None}
     return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
 
 
@@ -218,6 +225,9 @@ class Carrier:
         self._model.loop.call_soon_threadsafe(self._model.lost, self)
 
     def _send(self, body):
+        queue = self._model.queue()
+        if queue is not None:
+            body["q"] = queue
         self._sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]))
 
     def _next(self):
@@ -354,8 +364,8 @@ class TritonPythonModel:
         kind = message.get("kind")
         if self.engine is None:
             raise died()
-        if kind in ("embed", "classify", "info"):
-            self._call(self._begin_answer, sender, message, request_id)
+        if kind in ("embed", "classify", "transcribe", "info"):
+            self._call(self._begin_answer, sender, message, media, request_id)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
             raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
@@ -381,8 +391,8 @@ class TritonPythonModel:
     def _call(self, function, *arguments):
         self.loop.call_soon_threadsafe(function, *arguments)
 
-    def _begin_answer(self, sender, message, request_id):
-        self.loop.create_task(self._answer(sender, message, request_id))
+    def _begin_answer(self, sender, message, media, request_id):
+        self.loop.create_task(self._answer(sender, message, media, request_id))
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
@@ -489,15 +499,28 @@ class TritonPythonModel:
             log(f"carrier {carrier.name} has gone: {len(names)} streams end")
         self._abort(names)
 
-    async def _answer(self, sender, message, request_id):
+    def _streams(self):
+        """Return how many generations there are."""
+        return sum(len(carrier.streams) for carrier in list(self.carriers.values()))
+
+    def queue(self):
+        """Return how many requests wait in the engine and how many it runs at most; None where that is not known."""
+        engine = self.engine
+        if engine is None:
+            return None
+        return engine.queue(self._streams())
+
+    async def _answer(self, sender, message, media, request_id):
         """Answer a request that has one response."""
         try:
             if message["kind"] == "info":
-                streams = sum(len(carrier.streams) for carrier in self.carriers.values())
-                body = self.engine.info(streams)
+                body = self.engine.info(self._streams())
             else:
                 check_keys(message, KEYS, "")
-                body = await self.engine.pool(message, request_id)
+                if message["kind"] == "transcribe":
+                    body = await self.engine.transcribe(message, media, request_id)
+                else:
+                    body = await self.engine.pool(message, request_id)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             body = {"e": error_fields(self._explained(error))}
         answer(sender, body)
@@ -781,6 +804,18 @@ class Engine:
             "priorities": getattr(self._config.scheduler_config, "policy", None) == "priority",
         }
 
+    def queue(self, streams):
+        """
+        Return how many requests wait in the engine and how many it runs at most, if *streams* run or wait in it.
+
+        None where it is not known, and where the engine's own queue puts requests in the order of their priorities.
+        """
+        waiting = self._load(streams)["waiting"]
+        scheduler = self._config.scheduler_config
+        if waiting is None or getattr(scheduler, "policy", None) == "priority":
+            return None
+        return [waiting, scheduler.max_num_seqs * max(1, len(self._scheduled))]
+
     def _load(self, streams):
         """Return running and waiting requests, and the use of the KV cache from 0 to 1; None where it is not known."""
         cache = getattr(self._config, "cache_config", None)
@@ -947,6 +982,44 @@ class Engine:
             raise Refused(f"The model has no LoRA adapter {name!r}.", "model", "lora")
         number = self._lora_numbers.setdefault((name, path), len(self._lora_numbers) + 1)
         return self._library.LoRARequest(name, number, path)
+
+    async def transcribe(self, message, media, request_id):
+        """
+        Return the token ids of what is spoken in an audio file, for a model that hears with an encoder, as Whisper.
+
+        The ids of the request are the beginning of the decoder's answer.
+        """
+        if not self._encodes:
+            raise Refused("The model does not write down speech by itself: send the audio in a chat.", "model")
+        ids = message.get("ids")
+        if not isinstance(ids, list) or not ids:
+            raise Refused("The beginning of the decoder's answer is missing.", "ids")
+        self._check_ids(ids, "ids")
+        data = multi_modal_data(message.get("media", []), media)
+        if len(data.get("audio", [])) != 1:
+            raise Refused("A transcription needs one audio file.", "media")
+        room = self._model_config.max_model_len - len(ids)
+        if room < 1:
+            raise Refused("The prompt leaves no room for an answer.", "prompt")
+        sampling = {"max_tokens": room, **message.get("sampling", {})}
+        params = self._sampling({"sampling": sampling, "return": {"logprobs": 0}})
+        prompt = {
+            "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": data["audio"][0]}},
+            "decoder_prompt": {"prompt_token_ids": ids},
+        }
+        spoken = []
+        total = 0.0
+        self._pooling += 1
+        try:
+            async for output in self._engine.generate(prompt, params, request_id):
+                choice = output.outputs[0]
+                new = list(choice.token_ids)
+                spoken += new
+                if choice.logprobs:
+                    total += sum([entry[token].logprob for entry, token in zip(choice.logprobs, new, strict=False)])
+        finally:
+            self._pooling -= 1
+        return {"ids": spoken, "logprob": finite(total), "prompt": len(ids)}
 
     async def pool(self, message, request_id):
         """Return the vector of one input: an embedding, or the scores of its classes."""

@@ -21,6 +21,13 @@ LORA_FILE = "multi_lora.json"
 #: What is kept of a model of the vLLM backend, to convert it back.
 KEPT_CONFIG = "config.pbtxt.vllm-backend"
 
+
+class _ModelConfig(msgspec.Struct, frozen=True):
+    """What a model's ``config.json`` says of its architecture."""
+
+    model_type: str = ""
+
+
 _NONE: Mapping[str, str] = MappingProxyType({})
 _CONFIG = """\
 # Written by triton-openai: vLLM inside Triton's Python backend.
@@ -51,13 +58,26 @@ def config_text(arguments: Mapping[str, Any]) -> str:
 
 
 def runner_of(arguments: Mapping[str, Any]) -> str:
-    """Return what an engine with these *arguments* is loaded for: ``generate``, ``embed`` or ``classify``."""
+    """Return what an engine with these *arguments* is for: ``generate``, ``embed``, ``classify`` or ``transcribe``."""
     task = arguments.get("task")
     if "classify" in (task, arguments.get("convert")):
         return "classify"
     if arguments.get("runner") == "pooling" or task not in (None, "auto", "generate"):
         return "embed"
+    if _is_whisper(str(arguments.get("model", ""))):
+        return "transcribe"
     return "generate"
+
+
+def _is_whisper(model: str) -> bool:
+    """Return whether *model*, a folder or a name on the hub, is a Whisper: by its configuration, else by its name."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return "whisper" in model.rpartition("/")[2].lower()
+    try:
+        return msgspec.json.decode(config.read_bytes(), type=_ModelConfig).model_type == "whisper"
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def write(to: Path, name: str, arguments: Mapping[str, Any], loras: Mapping[str, str] = _NONE) -> Path:

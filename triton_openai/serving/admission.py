@@ -62,6 +62,8 @@ class Admission:
         self.queue: OrderedDict[asyncio.Future[None], tuple[str, _Task, str | None]] = OrderedDict()
         # When other requests than lines of batches were there last, by model.
         self._live_at: dict[str, float] = {}
+        # By model, how many requests its engines should get, as far as they report their queue.
+        self._engine_limits: dict[str, float] = {}
         # The lines of batches that run, with their models, and how many each model has.
         self._lines: dict[_Task, str] = {}
         self._line_counts: Counter[str] = Counter()
@@ -80,6 +82,16 @@ class Admission:
         if limit is None:
             return math.inf
         return self._worker.share(limit)
+
+    def set_room(self, model: str, more: float, limit: float) -> None:
+        """
+        Admit so many *more* requests for *model* from now on, and up to *limit* at a time.
+
+        *more* is negative where too many wait in the model's engines: then as many have to end first.
+        """
+        self._engine_limits[model] = min(len(self.running.get(model, ())) + more, limit)
+        if self.queue:
+            self.admit()
 
     async def enter(self, model: str, record: RequestRecord, *, patience: float | None = None) -> _Task:
         """
@@ -130,7 +142,7 @@ class Admission:
         if self._lag.sustained > _MAX_LOOP_LAG or self._is_awaited(model):
             return False
         live = self.live(model)
-        limit = min(self._model_limit, self._capacity(model))
+        limit = min(self._model_limit, self._capacity(model), self._engine_limit(model))
         others = self._total() - self._line_counts[model]
         free = min(limit - (live or 0), self._limit - others)
         if live is None:
@@ -230,4 +242,12 @@ class Admission:
 
     def _is_below_limit(self, model: str) -> bool:
         running = len(self.running.get(model, ()))
-        return running < self._model_limit and (not self._by_endpoint or running < self._capacity(model))
+        if running >= self._model_limit or running >= self._engine_limit(model):
+            return False
+        return not self._by_endpoint or running < self._capacity(model)
+
+    def _engine_limit(self, model: str) -> float:
+        """Return how many requests for *model* its engines should get from this process."""
+        if not self._settings.follow_engine_queue:
+            return math.inf
+        return self._engine_limits.get(model, math.inf)

@@ -30,6 +30,7 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.triton.client import Receiver, ResponseStream, TritonClient
+from triton_openai.triton.engine_room import EngineRoom
 from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
@@ -58,6 +59,8 @@ class _Deliveries(msgspec.Struct, gc=False):
     number: int = msgspec.field(name="n", default=0)
     fault: Any = msgspec.field(name="e", default=None)
     deliveries: list[Delivery] = msgspec.field(name="d", default_factory=list)
+    #: How many requests wait in the engine, and how many it runs at most.
+    queue: tuple[int, int] | None = msgspec.field(name="q", default=None)
 
 
 class _Fault(msgspec.Struct):
@@ -130,9 +133,10 @@ def _single_tokens(delivery: Delivery) -> list[Delivery]:
 
 
 class Carriers:
-    """The carriers to the models of one Triton."""
+    """The carriers to the models of one Triton. They report the queues of its engines to *room*."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: EngineRoom) -> None:
+        self._room = room
         self._carriers: dict[tuple[TritonClient, str], Carrier] = {}
         self._revivals = Revivals()
 
@@ -141,7 +145,7 @@ class Carriers:
         key = (client, request.model)
         carrier = self._carriers.get(key)
         if carrier is None or carrier.closed:
-            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start)
+            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start, self._room)
         return CarriedStream(carrier, request, receiver)
 
     def close(self) -> None:
@@ -161,9 +165,14 @@ class Carrier:
     """
 
     def __init__(
-        self, client: TritonClient, request: InferRequest, silent: Callable[[TritonClient, str], None]
+        self,
+        client: TritonClient,
+        request: InferRequest,
+        silent: Callable[[TritonClient, str], None],
+        room: EngineRoom,
     ) -> None:
         self._silent = silent
+        self._room = room
         self.client = client
         self.model = request.model
         self.closed = False
@@ -179,6 +188,7 @@ class Carrier:
         self._heard = monotonic()
         self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
         opening = self._message("carrier", 0, f"carrier-{self._name}", request)
+        room.expect(self.model, self)
         self._stream = client.stream(opening, self)
 
     def _message(self, kind: str, number: int, request_id: str, like: InferRequest) -> InferRequest:
@@ -262,6 +272,8 @@ class Carrier:
         if self._open and answer.number != self._read + 1:
             raise InvalidAnswer("a response of a carrier is missing", model=self.model)
         self._read = answer.number
+        if not self.closed:
+            self._room.report(self.model, self, answer.queue)
         if not self._open:
             self._open = True
             for stream in list(self._streams.values()):
@@ -288,6 +300,7 @@ class Carrier:
     def close(self) -> None:
         """Close the carrier; the model ends what streams there are."""
         self.closed = True
+        self._room.forget(self.model, self)
         self._looking.cancel()
         if self._idle is not None:
             self._idle.cancel()

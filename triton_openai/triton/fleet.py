@@ -25,6 +25,7 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.engine_room import EngineRoom
 from triton_openai.triton.fleet_metrics import CountEvent, FleetMetrics, ignore_event
 from triton_openai.triton.leasing import Leasing
 from triton_openai.triton.member import Member
@@ -103,7 +104,10 @@ class Fleet:
         #: By name.
         self.members: dict[str, Member] = {}
         self.metrics = FleetMetrics(count)
+        #: What the engines that report their queue take.
+        self.engine_room = EngineRoom()
         self.leasing = Leasing(settings, self.members, self.metrics)
+        self.engine_room.tritons = self.leasing.tritons
         #: Awaited with the models of all Tritons when these have changed.
         self.on_change: OnChange | None = None
         #: The models of all Tritons together.
@@ -132,7 +136,7 @@ class Fleet:
         self.leasing.update_members()
 
     def _connect_endpoint(self, settings: EndpointSettings) -> Endpoint:
-        return Endpoint(settings.url, access=settings.access or self._access)
+        return Endpoint(settings.url, access=settings.access or self._access, room=self.engine_room)
 
     # The life of the service
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import wave
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import every_case
 from triton_openai.adapters.companion import Companion
-from triton_openai.companion.repository import config_text
+from triton_openai.companion.repository import config_text, runner_of
 from triton_openai.errors import (
     InvalidAnswer,
     InvalidRequest,
@@ -27,6 +30,8 @@ from triton_openai.jobs import (
     ScoreJob,
     ScoreResult,
     TokenPair,
+    TranscriptionJob,
+    TranslationJob,
 )
 from triton_openai.triton.tensors import CarriedResponse, Delivery, JsonResponse, ModelConfig, TensorSpec
 
@@ -228,3 +233,85 @@ def test_answers_without_a_vector(body: Any, error: type[Exception]) -> None:
 
     with pytest.raises(error):
         adapter.decode(EmbeddingJob(id="x", inputs=("a",)), [answer(body)])
+
+
+_RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
+    "a name on the hub": ({"model": "openai/whisper-large-v3-turbo"}, "transcribe"),
+    "a folder": ({"model": "{folder}/whisper"}, "transcribe"),
+    "a folder of another model": ({"model": "{folder}/whisper-like"}, "generate"),
+    "a folder that cannot be read": ({"model": "{folder}/broken-whisper"}, "generate"),
+    "an organization": ({"model": "whispering/llama"}, "generate"),
+    "no model": ({}, "generate"),
+}
+
+
+@every_case("name", list(_RUNNERS))
+def test_a_whisper_is_for_transcriptions(name: str, tmp_path: Path) -> None:
+    """The configuration says so, by the model's own one where there is a folder."""
+    folder = tmp_path / name
+    for model, text in (("whisper", '{"model_type": "whisper"}'), ("whisper-like", '{"model_type": "llama"}'),
+                        ("broken-whisper", "{")):  # fmt: skip
+        (folder / model).mkdir(parents=True)
+        (folder / model / "config.json").write_text(text)
+    arguments, expected = _RUNNERS[name]
+    arguments = {key: value.replace("{folder}", str(folder)) for key, value in arguments.items()}
+
+    assert expected == runner_of(arguments)
+    assert f'string_value: "{expected}"' in config_text(arguments)
+
+
+def test_a_window_of_speech() -> None:
+    """Whisper's decoder goes on from the token ids, and hears a WAV file; to find the language it writes one token."""
+    samples = array("f", [0.0, 1.0, -2.0]).tobytes()
+    whisper = Companion(config(triton_openai_runner="transcribe"), {})
+    job = TranscriptionJob(id="x", samples=samples, prompt_ids=(1, 2, 3), temperature=0.4)
+    (request,) = whisper.encode(job)
+    body, media = request.inputs
+    (detecting,) = whisper.encode(TranscriptionJob(id="x", samples=samples, prompt_ids=(1,)))
+
+    asked_for = json.loads(body.values[0])
+    assert ("transcribe", [1, 2, 3], {"temperature": 0.4}) == (
+        asked_for["kind"],
+        asked_for["ids"],
+        asked_for["sampling"],
+    )
+    assert {"temperature": 0.0, "max_tokens": 1} == json.loads(detecting.inputs[0].values[0])["sampling"]
+    with wave.open(io.BytesIO(base64.b64decode(media.values[0]))) as file:
+        assert (16_000, 1) == (file.getframerate(), file.getnchannels())
+        assert [0, 32_767, -32_767] == array("h", file.readframes(3)).tolist()
+
+
+_SPOKEN: dict[str, tuple[Any, tuple[list[int], float | None]]] = {
+    "tokens": ({"ids": [5, 6], "logprob": -3.0, "prompt": 4}, ([5, 6], -1.5)),
+    "nothing": ({"ids": [], "logprob": 0.0, "prompt": 4}, ([], None)),
+}
+
+
+@every_case("name", list(_SPOKEN))
+def test_what_is_spoken(name: str) -> None:
+    """Its token ids, with their mean log probability."""
+    body, expected = _SPOKEN[name]
+    whisper = Companion(config(triton_openai_runner="transcribe"), {})
+    job = TranslationJob(id="x", samples=b"")
+    transcript: Any = whisper.decode(job, [JsonResponse({"response": json.dumps(body)}, "companion")])
+
+    assert expected == (transcript.token_ids, transcript.avg_logprob)
+
+
+_UNSPOKEN: dict[str, tuple[list[str], type[ServiceError]]] = {
+    "an error": ([json.dumps({"e": {"kind": "invalid", "message": "no"}})], RequestRefused),
+    "a fault": ([json.dumps({"e": {"kind": "engine", "message": "no"}})], ServiceError),
+    "no JSON": (["{"], InvalidAnswer),
+    "no answer": ([], InvalidAnswer),
+}
+
+
+@every_case("name", list(_UNSPOKEN))
+def test_a_transcription_that_fails(name: str) -> None:
+    """It ends with an error that says why."""
+    texts, expected = _UNSPOKEN[name]
+    whisper = Companion(config(triton_openai_runner="transcribe"), {})
+    responses = [JsonResponse({"response": text}, "companion") for text in texts]
+
+    with pytest.raises(expected):
+        whisper.decode(TranscriptionJob(id="x", samples=b""), responses)

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import types
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Owner:
     def __init__(self) -> None:
         self.loop = Loop()
         self.gone = threading.Event()
+        self.waiting: list[int] | None = None
+
+    def queue(self) -> list[int] | None:
+        return self.waiting
 
     def lost(self, carrier: Any) -> None:
         self.gone.set()
@@ -332,10 +337,50 @@ def test_the_load(model: Any, name: str) -> None:
     assert (100, 16) == (load["cache_blocks"], load["block_size"])
 
 
+_QUEUES: dict[str, tuple[int, dict[int, Any], str, Any]] = {
+    "an engine": (4, {0: stats()}, "fcfs", [2, 8]),
+    "several engines": (9, {0: stats(), 1: stats()}, "fcfs", [4, 16]),
+    "nothing has run yet": (0, {}, "fcfs", [0, 8]),
+    "no statistics": (4, {}, "fcfs", None),
+    "an engine that puts requests in order": (4, {0: stats()}, "priority", None),
+}
+
+
+@every_case("name", list(_QUEUES))
+def test_the_queue_of_the_engine(model: Any, name: str) -> None:
+    """A client hears how many wait, where it may hold requests back itself."""
+    streams, scheduled, policy, expected = _QUEUES[name]
+    engine = model.Engine.__new__(model.Engine)
+    engine._config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(policy=policy, max_num_seqs=8))
+    engine._scheduled = scheduled
+    engine._pooling = 0
+
+    assert expected == engine.queue(streams)
+
+
+def test_responses_bring_the_queue(model: Any) -> None:
+    """Each of them, so that a client knows it within a step of the engine."""
+    owner, sender = Owner(), Sender()
+    owner.waiting = [3, 8]
+    carrier = model.Carrier(owner, "front", sender)
+    assert [3, 8] == sender.next()["q"]
+    owner.waiting = [5, 8]
+    turn(carrier, owner, [1, [5]])
+
+    assert [5, 8] == sender.next()["q"]
+    carrier.close()
+
+
 class Output:
     """An output of vLLM's engine: its struct says what its fields are, and what they are without a value."""
 
-    __struct_fields__ = ("request_id", "new_token_ids", "finish_reason", "new_logprobs", "num_nans_in_logits")
+    __struct_fields__: tuple[str, ...] = (
+        "request_id",
+        "new_token_ids",
+        "finish_reason",
+        "new_logprobs",
+        "num_nans_in_logits",
+    )
     __struct_defaults__ = (None, None, 0)
 
     def __init__(self, name: str, ids: list[int], **more: Any) -> None:
@@ -563,6 +608,44 @@ async def test_a_beam_search_that_nobody_wants_ends(model: Any) -> None:
     assert ["x/0-0"] == table.asked
 
 
+class VLLMClientError(Exception):
+    """The base of vLLM's errors for what a client does wrong."""
+
+
+def raised(kind: type[Exception], text: str, **fields: Any) -> Exception:
+    """Return an error of vLLM with these *fields*."""
+    error = kind(text)
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
+
+
+_ERRORS: dict[str, tuple[Exception, str, str | None]] = {
+    "a parameter": (raised(VLLMClientError, "no", parameter="top_p"), "invalid", "top_p"),
+    "a value": (ValueError("no"), "invalid", None),
+    "vLLM's limit of its queue": (
+        raised(Exception, "no", http_status=HTTPStatus.SERVICE_UNAVAILABLE),
+        "overloaded",
+        None,
+    ),
+    "what can be tried again": (
+        raised(Exception, "no", status_code=HTTPStatus.SERVICE_UNAVAILABLE),
+        "overloaded",
+        None,
+    ),
+    "another status": (raised(Exception, "no", status_code=HTTPStatus.INTERNAL_SERVER_ERROR), "engine", None),
+    "a fault": (RuntimeError("no"), "engine", None),
+}
+
+
+@every_case("name", list(_ERRORS))
+def test_the_errors_of_vllm(model: Any, name: str) -> None:
+    """What a client does wrong, what can be tried again, and what has failed are told apart."""
+    error, kind, param = _ERRORS[name]
+
+    assert {"kind": kind, "message": "no", "param": param} == model.error_fields(error)
+
+
 _REFUSED = {
     "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
     "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
@@ -600,6 +683,65 @@ def test_prompts_that_are_refused(model: Any, name: str) -> None:
     with pytest.raises(model.Refused, match=expected) as caught:
         engine._prompt(message, [b""])
     assert kind == caught.value.fields["kind"]
+
+
+class Hearing:
+    """An engine that writes down what it hears, one token after the other."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> Any:
+        self.asked.append((prompt, params))
+        for token, value in ((5, -0.5), (6, -1.0)):
+            choice = types.SimpleNamespace(token_ids=[token], logprobs=[{token: Scored(value)}])
+            yield types.SimpleNamespace(outputs=[choice])
+
+
+def hearing(model: Any, table: Any, monkeypatch: pytest.MonkeyPatch, *, encodes: bool = True) -> Any:
+    """Return an engine of the model file that is a Whisper over *table*."""
+    monkeypatch.setattr(model, "READERS", {"audio": lambda raw: (raw, 16_000), "image": bytes})
+    engine = searching(model, table)
+    engine._encodes = encodes
+    engine._pooling = 0
+    engine._model_config = types.SimpleNamespace(max_model_len=8)
+    return engine
+
+
+async def test_speech_is_written_down(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder gets the audio, the decoder goes on from the ids, up to the model's context."""
+    table = Hearing()
+    message = {"ids": [1, 2], "media": [{"type": "audio", "at": 0}], "sampling": {"temperature": 0.5}}
+    spoken = await hearing(model, table, monkeypatch).transcribe(message, [b"sound"], "x")
+    ((prompt, params),) = table.asked
+
+    assert {"ids": [5, 6], "logprob": -1.5, "prompt": 2} == spoken
+    assert {"prompt_token_ids": [1, 2]} == prompt["decoder_prompt"]
+    assert (b"sound", 16_000) == prompt["encoder_prompt"]["multi_modal_data"]["audio"]
+    assert {"max_tokens": 6, "temperature": 0.5} == params["sampling"]
+
+
+_AUDIO = [{"type": "audio", "at": 0}]
+_UNHEARD: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "a model without an encoder": ({"ids": [1], "media": _AUDIO}, False, "in a chat"),
+    "no ids": ({"media": _AUDIO}, True, "missing"),
+    "a token that there is not": ({"ids": [100], "media": _AUDIO}, True, "100"),
+    "no audio": ({"ids": [1]}, True, "one audio file"),
+    "an image": ({"ids": [1], "media": [{"type": "image", "at": 0}]}, True, "one audio file"),
+    "two files": ({"ids": [1], "media": [*_AUDIO, *_AUDIO]}, True, "one audio file"),
+    "no room": ({"ids": [1] * 8, "media": _AUDIO}, True, "no room"),
+}
+
+
+@every_case("name", list(_UNHEARD))
+async def test_transcriptions_that_are_refused(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what is wrong, and the engine is not asked."""
+    message, encodes, expected = _UNHEARD[name]
+    table = Hearing()
+
+    with pytest.raises(model.Refused, match=expected):
+        await hearing(model, table, monkeypatch, encodes=encodes).transcribe(message, [b"?"], "x")
+    assert not table.asked
 
 
 _FORMS: dict[str, tuple[dict[str, Any], bool, Any]] = {

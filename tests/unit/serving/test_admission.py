@@ -20,6 +20,7 @@ from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.admission import Admission
 from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import Observer, RequestRecord
+from triton_openai.triton.engine_room import EngineRoom
 
 
 class Seen(Observer):
@@ -89,6 +90,83 @@ async def settled() -> None:
 def inside(visitors: Sequence[Visitor]) -> list[int]:
     """Return the numbers of those that are in."""
     return [number for number, visitor in enumerate(visitors) if visitor.inside]
+
+
+class Engine:
+    """Has memory for so many of the requests that are inside, and reports how many wait, as over a carrier."""
+
+    def __init__(self, admission: Admission, max_running: int) -> None:
+        self.memory = max_running
+        self._max_running = max_running
+        self._admission = admission
+        self._room = EngineRoom()
+        self._room.on_room = admission.set_room
+        self._room.expect("m", self)
+
+    async def step(self) -> int:
+        """Take what is inside; return how many wait in the engine now."""
+        waiting = max(0, len(self._admission.running.get("m", ())) - self.memory)
+        self._room.report("m", self, (waiting, self._max_running))
+        await settled()
+        return waiting
+
+
+async def all_leave(visitors: Sequence[Visitor]) -> None:
+    """End all requests, those that wait too."""
+    for visitor in visitors:
+        visitor.task.cancel()
+    await asyncio.gather(*[visitor.task for visitor in visitors], return_exceptions=True)
+
+
+async def test_requests_wait_here_where_an_engine_is_full() -> None:
+    """A quarter of what the engine runs waits in it, so that none of its places stays free; all others wait here."""
+    admission = gate()
+    engine = Engine(admission, 64)
+    await engine.step()
+    visitors = [Visitor(admission) for _ in range(300)]
+    await settled()
+    for _ in range(5):
+        assert await engine.step() <= 16
+    assert 80 == len(inside(visitors))
+
+    for number in inside(visitors)[:40]:
+        await visitors[number].leave()
+        assert await engine.step() <= 16
+        assert 80 == len(inside(visitors))
+    # Their prompts are long: the engine's memory is full before its places are.
+    engine.memory = 32
+    for number in inside(visitors)[:60]:
+        await visitors[number].leave()
+        await engine.step()
+    assert 16 == await engine.step()
+    await all_leave(visitors)
+
+
+async def test_an_engine_that_is_full_can_be_given_more() -> None:
+    """The setting takes effect in a running service."""
+    admission = gate()
+    engine = Engine(admission, 8)
+    await engine.step()
+    visitors = [Visitor(admission) for _ in range(50)]
+    await settled()
+    await engine.step()
+    assert 16 == len(inside(visitors))
+    admission.replace(ServerSettings(follow_engine_queue=False))
+    await settled()
+    assert 50 == len(inside(visitors))
+
+    await all_leave(visitors)
+
+
+async def test_before_an_engine_reports() -> None:
+    """A burst at the first request does not fill it either."""
+    admission = gate()
+    Engine(admission, 512)
+    visitors = [Visitor(admission) for _ in range(300)]
+    await settled()
+    assert 256 == len(inside(visitors))
+
+    await all_leave(visitors)
 
 
 async def test_without_limits_everybody_is_in() -> None:

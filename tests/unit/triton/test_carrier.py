@@ -13,6 +13,7 @@ from tests.clock import Clock, turns
 from triton_openai.errors import InvalidAnswer, ModelCrashed, ServiceError
 from triton_openai.triton import carrier as module
 from triton_openai.triton.carrier import Carriers, fault_error
+from triton_openai.triton.engine_room import EngineRoom
 from triton_openai.triton.tensors import InferRequest, JsonResponse, Tensor
 
 
@@ -91,7 +92,7 @@ def client() -> Client:
 
 async def test_streams_share_a_carrier(client: Any, clock: Clock) -> None:
     """It is opened once, before the streams begin; each stream gets what is its own, and ends alone."""
-    carriers = Carriers()
+    carriers = Carriers(EngineRoom())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -108,7 +109,7 @@ async def test_streams_share_a_carrier(client: Any, clock: Clock) -> None:
 
 async def test_what_comes_together_is_passed_on_together(client: Any, clock: Clock) -> None:
     """The tokens of several responses become one for each stream, with all that came once; a lost one ends the rest."""
-    carriers = Carriers()
+    carriers = Carriers(EngineRoom())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -132,7 +133,7 @@ async def test_what_comes_together_is_passed_on_together(client: Any, clock: Clo
 
 async def test_tokens_can_be_taken_one_by_one(client: Any, clock: Clock) -> None:
     """Where each token may end the answer, what came together is taken apart."""
-    carriers, reader = Carriers(), Reader()
+    carriers, reader = Carriers(EngineRoom()), Reader()
     carriers.stream(client, generation(token_by_token=True), reader)
     client.sent[0].answer({"n": 0, "d": []})
     client.sent[0].answer({"n": 1, "d": [[1, [5, 6, 7], "length", None, [3, 0, 3]]]})
@@ -144,7 +145,7 @@ async def test_tokens_can_be_taken_one_by_one(client: Any, clock: Clock) -> None
 
 async def test_responses_are_acknowledged(client: Any, clock: Clock) -> None:
     """After some of them, and with each request on the way."""
-    carriers = Carriers()
+    carriers = Carriers(EngineRoom())
     carriers.stream(client, generation(), Reader())
     opening = client.sent[0]
     for number in range(17):
@@ -159,9 +160,44 @@ async def test_responses_are_acknowledged(client: Any, clock: Clock) -> None:
     carriers.close()
 
 
+async def test_the_queue_of_the_engine_is_reported(client: Any, clock: Clock) -> None:
+    """With each response; before the first one a limit holds, and the last limit when the carrier has gone."""
+    room = EngineRoom()
+    seen: list[tuple[str, float, float]] = []
+    room.on_room = lambda *values: seen.append(values)
+    carriers = Carriers(room)
+    carriers.stream(client, generation(), Reader())
+    opening = client.sent[0]
+    opening.answer({"n": 0, "d": [], "q": [0, 64]})
+    opening.answer({"n": 1, "d": [], "q": [20, 64]})
+    opening.answer({"n": 2, "d": []})
+    opening.answer({"n": 3, "d": [], "q": [16, 64]})
+    carriers.close()
+
+    unknown = float("inf")
+    limits = [(256, 256), (16, 80), (-4, 80), (unknown, unknown), (0, 80), (unknown, 80)]
+    assert [("companion", *limit) for limit in limits] == seen
+
+
+def test_the_room_of_several_engines() -> None:
+    """It is summed; an engine that has not been asked lately counts as one that has room."""
+    room = EngineRoom()
+    seen: list[tuple[str, float, float]] = []
+    room.on_room = lambda *values: seen.append(values)
+    room.tritons = lambda model: 3
+    room.report("m", "first", (40, 64))
+    room.report("m", "second", (0, 32))
+    room.forget("m", "first")
+    room.forget("m", "second")
+    room.forget("m", "second")
+
+    limits = [(-24 + 512, 80 + 512), (-24 + 8 + 256, 80 + 40 + 256), (8 + 512, 40 + 512), (float("inf"), 40)]
+    assert [("m", *limit) for limit in limits] == seen
+
+
 async def test_a_stream_that_is_closed_is_cancelled(client: Any, clock: Clock) -> None:
     """The engine is told, and what was on its way is dropped."""
-    carriers, reader = Carriers(), Reader()
+    carriers, reader = Carriers(EngineRoom()), Reader()
     stream = carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -177,7 +213,7 @@ async def test_a_stream_that_is_closed_is_cancelled(client: Any, clock: Clock) -
 async def test_a_client_that_reads_slowly(client: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes for a paused stream waits, to a limit; beyond it the engine stops and the client learns why."""
     monkeypatch.setattr(module, "_MAX_WAITING", 24)
-    carriers, reader = Carriers(), Reader()
+    carriers, reader = Carriers(EngineRoom()), Reader()
     stream = carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -199,7 +235,7 @@ async def test_a_client_that_reads_slowly(client: Any, clock: Clock, monkeypatch
 
 async def test_a_lost_carrier_ends_its_streams(client: Any, clock: Clock) -> None:
     """Each ends with an error, and the next stream opens another carrier."""
-    carriers = Carriers()
+    carriers = Carriers(EngineRoom())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -225,7 +261,7 @@ _WRONG = {
 async def test_an_answer_that_is_wrong(clock: Clock, name: str) -> None:
     """All streams of the carrier end: what came cannot be told apart any more."""
     client: Any = Client()
-    carriers, reader = Carriers(), Reader()
+    carriers, reader = Carriers(EngineRoom()), Reader()
     carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -258,7 +294,7 @@ def test_errors_by_kind(name: str) -> None:
 
 async def test_a_process_that_falls_silent(client: Any, clock: Clock) -> None:
     """Triton says nothing of a model's process that was killed: its streams end, and Triton loads the model again."""
-    carriers, reader = Carriers(), Reader()
+    carriers, reader = Carriers(EngineRoom()), Reader()
     carriers.stream(client, generation(), reader)
     client.sent[0].answer({"n": 0, "d": []})
     await clock.elapse(module.SILENCE + 2, steps=12)

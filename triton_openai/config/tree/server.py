@@ -61,6 +61,10 @@ class ServerSettings(SettingsGroup, frozen=True):
         Count | None,
         file_only("Most running requests of one model on each Triton, divided among the workers.", live=True),
     ] = None
+    follow_engine_queue: Annotated[
+        bool,
+        file_only("Let requests wait here where an engine that reports its queue runs as many as it can.", live=True),
+    ] = True
     max_queued_requests: Annotated[
         int,
         Meta(ge=0, extra={"metavar": "N"}),
