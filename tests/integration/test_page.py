@@ -242,6 +242,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.until("document.querySelector('#operations > details details')")
             await tab.click("#operations > details details summary")
             await tab.until("document.querySelector('.fields')?.innerText.includes('max_completion_tokens')")
+            assert "`" not in await tab.text("#operations")
             # A word of the path, or a field at any depth.
             for words, count in (("GET voices", 1), ("max_completion_tokens", 1), ("nosuchfield", 0)):
                 await tab.type("#search", words)

@@ -2,7 +2,8 @@
 Flags and variables of similar servers: each is taken with a warning, or an error that says what to do.
 
 ``ALIASES``, ``WITHOUT_EFFECT`` and ``REFUSED`` are the whole list, by the server that has them; the guide to migrating
-is written from it. The arguments of vLLM's engine are not listed: they are unknown flags like any other.
+is written from it. ``COMMANDS`` has commands. The arguments of vLLM's engine are not listed: they are unknown flags
+like any other.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         "--max-tool-call-parse-bytes": "Tool calls are parsed as they arrive, at any length.",
     },
 }
+# What configures the engine belongs to the model. The first is the companion model, the second Triton's vLLM backend.
+_FOR_THE_MODEL = "Give it to `triton-openai model-repository vllm`"
+_MODEL_JSON = "model.json, in the folder of the vLLM backend's model"
+#: What to do with any other argument of vLLM's engine.
+ENGINE_ADVICE = f"Is it an argument of vLLM's engine? {_FOR_THE_MODEL}, or write it into {_MODEL_JSON}."
+#: Commands of ``vllm`` that have another name here, and what to write instead.
+COMMANDS: Mapping[str, str] = {
+    "run-batch": "`triton-openai batch run -i FILE -o FILE` sends the requests of the file to a running service.",
+    "complete": "`triton-openai chat` asks a running service.",
+}
 #: By server: each flag that means nothing here, and what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "triton-inference-server-openai-api": {
@@ -85,7 +96,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--enable-auto-tool-choice": "Leave it out: tool calls are recognized wherever the model has a parser.",
         "--allowed-origins": "Write --cors-allow-origin ORIGIN for each of them.",
         "--allowed-media-domains": "Write --allowed-media-domain HOST for each of them.",
-        "--lora-modules": "Write the adapters into multi_lora.json beside model.json, and enable_lora into model.json.",
+        "--lora-modules": f"{_FOR_THE_MODEL}, or write the adapters into multi_lora.json beside model.json, and "
+        "enable_lora into model.json.",
         "--override-generation-config": "Write defaults.default_parameters in the YAML file.",
         "--chat-template-content-format": "Leave it out: the form is found out from the chat template.",
         "--enable-force-include-usage": "Write api.always_include_usage: true in the YAML file.",
@@ -95,8 +107,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--disable-fastapi-docs": "Write --no-page.",
         "--root-path": "Let the proxy take the prefix away.",
         # Of the engine's short arguments, those that begin like a short flag of openai_trtllm.
-        "-tp": "Write tensor_parallel_size into model.json, in the folder of the vLLM backend's model.",
-        "-pp": "Write pipeline_parallel_size into model.json, in the folder of the vLLM backend's model.",
+        "-tp": f"{_FOR_THE_MODEL}, or write tensor_parallel_size into {_MODEL_JSON}.",
+        "-pp": f"{_FOR_THE_MODEL}, or write pipeline_parallel_size into {_MODEL_JSON}.",
         "--hf-token": "Set HF_TOKEN in the environment, here and where Triton runs.",
     },
 }

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from triton_openai import __version__
+from triton_openai.cli.aliases import COMMANDS as OTHER_COMMANDS
+from triton_openai.cli.aliases import ENGINE_ADVICE
 from triton_openai.cli.batch import COMMAND as BATCH
 from triton_openai.cli.batch import PURPOSE as BATCH_PURPOSE
 from triton_openai.cli.bench import BENCH
@@ -195,6 +197,8 @@ def _check_command(first: str) -> None:
     elif first.startswith("-"):
         # Other servers have no commands: --model-repository is not a misspelt `model-repository`.
         problem = f"The command is missing. To serve models, write it before the options: triton-openai serve {first}."
+    elif first in OTHER_COMMANDS:
+        problem = f"There is no command {first!r}. {OTHER_COMMANDS[first]}"
     else:
         problem = f"There is no command {first!r}.{did_you_mean(first, commands)}"
     raise ConfigurationError(f"{problem} The commands are {', '.join(commands)}. See triton-openai --help.")
@@ -318,6 +322,9 @@ def _about(section: str) -> str:
 
 def _unknown(argument: str, command: str, parsers: Mapping[str, CommandParser]) -> str:
     if command in OWN_COMMANDS:
+        if not argument.startswith("-"):
+            # Such as the kind of benchmark that `vllm bench serve` takes.
+            return f"`triton-openai {command}` takes options only, and {argument!r} is none: leave it out."
         known_names = [name for names, _ in parsers[command].arguments for name in names]
         hint = did_you_mean(argument.partition("=")[0], known_names) or f" See triton-openai {command} --help."
         return f"{argument} is not an option of `triton-openai {command}`.{hint}"
@@ -340,7 +347,7 @@ def _unknown(argument: str, command: str, parsers: Mapping[str, CommandParser]) 
         if not hint:
             hint = f" See triton-openai {command} --help-all."
             if command == "serve":
-                hint += " Arguments of vLLM's engine belong in model.json, in the folder of the vLLM backend's model."
+                hint += f" {ENGINE_ADVICE}"
         return f"{flag} is not an option of `triton-openai {command}`.{hint}"
     refuse_if_file_only(option, flag)
     return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."

@@ -5,6 +5,9 @@ let components;
 const named = (schema) => schema.$ref?.split("/").pop();
 const resolved = (one) => (one.$ref ? components[one.$ref.split("/")[2]][named(one)] : one);
 
+/** Return the parts of a text: what stands between backquotes is code. */
+const prose = (text = "") => text.split("`").map((part, number) => (number % 2 ? el("code", part) : part));
+
 /** Name the type of a schema in a few words. */
 function type(schema) {
   if (named(schema)) return named(schema);
@@ -25,9 +28,9 @@ function fields(schema, depth = 0) {
   const { properties = {}, required = [] } = resolved(schema);
   const rows = Object.entries(properties).map(([name, one]) => el("div.field",
     el("dt", el("code", name), required.includes(name) ? el("span.chip", "required") : null),
-    el("dd", el("code.note", type(one)), one.description && el("p", one.description),
+    el("dd", el("code.note", type(one)), one.description && el("p", ...prose(one.description)),
       ...(depth < 4 ? objects(one).map((inner) => lazily(named(inner), () => fields(inner, depth + 1))) : []))));
-  return rows.length ? el("dl.fields", ...rows) : el("p.note", resolved(schema).description ?? "No fields.");
+  return rows.length ? el("dl.fields", ...rows) : el("p.note", ...prose(resolved(schema).description ?? "No fields."));
 }
 
 /** Make details whose content is made when they are opened: schemas may contain themselves. */
@@ -44,17 +47,17 @@ function content(one) {
 
 function operation(path, method, one) {
   const body = one.requestBody;
-  const made = lazily("", () => el("div", one.description && el("p", one.description),
+  const made = lazily("", () => el("div", one.description && el("p", ...prose(one.description)),
     one.parameters?.length ? el("h3", "Parameters") : null,
-    ...(one.parameters ?? []).map((each) => el("p", el("code", each.name), ` in ${each.in}. `, each.description ?? "")),
+    ...(one.parameters ?? []).map((each) => el("p", el("code", each.name), ` in ${each.in}. `, ...prose(each.description))),
     body && el("h3", "Body"), ...(body ? content(body) : []),
     el("h3", "Answers"),
     ...Object.entries(one.responses).map(([status, answer]) => {
       const { description, ...rest } = resolved(answer);
-      return el("div.answer", el("strong", status), el("p", description ?? ""), ...(status < 300 ? content(rest) : []));
+      return el("div.answer", el("strong", status), el("p", ...prose(description)), ...(status < 300 ? content(rest) : []));
     })));
   made.classList.add("panel");
-  made.firstChild.replaceChildren(el(`span.method.${method}`, method.toUpperCase()), el("code", path), el("span.note", one.summary ?? ""));
+  made.firstChild.replaceChildren(el(`span.method.${method}`, method.toUpperCase()), el("code", path), el("span.note", ...prose(one.summary)));
   return made;
 }
 
@@ -75,7 +78,7 @@ async function load() {
     const words = `${each.method} ${each.path} ${others} ${JSON.stringify(each.one)} ${fieldNames(each.one.requestBody)}`.toLowerCase();
     return { item: operation(each.path, each.method, { ...each.one, description }), words };
   }) }));
-  $("#operations").replaceChildren(el("p", document_.info.description.replaceAll("`", "")),
+  $("#operations").replaceChildren(el("p", ...prose(document_.info.description)),
     ...sections.flatMap(({ title, operations }) => [title, ...operations.map(({ item }) => item)]));
   search();
 }

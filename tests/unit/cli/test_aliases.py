@@ -107,13 +107,33 @@ ENGINE_ARGUMENTS = """
 
 @every_case("flag", ENGINE_ARGUMENTS.split())
 def test_arguments_of_vllms_engine(flag: str) -> None:
-    """Each, however it is written, ends with a sentence that names its file, and is taken for no flag of ours."""
+    """
+    Each, however it is written, ends with a sentence that names the command that takes it, and its file, and is taken
+    for no flag of ours.
+    """
     for form in ([flag], [flag, "2"]):
         with pytest.raises(ConfigurationError) as caught:
             parse(translate(["serve", *form], {})[0])
         assert caught.value.message.startswith(flag.partition("=")[0])
+        assert "Give it to `triton-openai model-repository vllm`" in caught.value.message
         assert "model.json, in the folder of the vLLM backend's model." in caught.value.message
         assert "Did you mean" not in caught.value.message
+
+
+COMMANDS = {
+    "run-batch -i in.jsonl -o out.jsonl --model M": "`triton-openai batch run -i FILE -o FILE`",
+    "complete": "`triton-openai chat` asks",
+    "bench serve --model M": "`triton-openai bench` takes options only, and 'serve' is none: leave it out.",
+    "bench throughput": "leave it out",
+}
+
+
+@every_case("line", COMMANDS)
+def test_commands_of_vllm(line: str) -> None:
+    """A command of ``vllm`` that is another one here ends with a sentence that names ours."""
+    with pytest.raises(ConfigurationError) as caught:
+        parse(translate(line.split(), {})[0])
+    assert COMMANDS[line] in caught.value.message
 
 
 @every_case("flag", [flag for flags in REFUSED.values() for flag in flags])
