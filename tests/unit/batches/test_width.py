@@ -340,7 +340,7 @@ class Engines:
         for host, limits, live in zip(self.hosts, self._limits, self._live, strict=True):
             host.max_running = 256
             if load:
-                host.live = lambda target, live=live: live.total()  # type: ignore[misc]
+                host.live = lambda target, live=live: live.total()  # type: ignore[method-assign,misc]
             limits.slots = {"M": 1000}
         self._queues: dict[str, deque[tuple[float, int, Limit | None]]] = {name: deque() for name in self._names}
         self._busy = Counter[str]()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from triton_openai.cli.batch import COMMAND, PURPOSE
+from triton_openai.cli.parser import CommandParser
 from triton_openai.errors import ConfigurationError
 
 _DEFAULT_URL = "http://localhost:9000/v1"
@@ -60,17 +59,9 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
-
-
-def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> BatchOptions:
-    """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
-    parser, _ = _parser()
-    values = vars(parser.parse_args(arguments))
+def batch_options(parsed: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> BatchOptions:
+    """Return the options that were *parsed*, and those of *environ*. Raises :class:`ConfigurationError`."""
+    values = dict(parsed)
     key = environ.get("OPENAI_API_KEY", "").strip() or None
     url = service_url(values.pop("url") or environ.get("OPENAI_BASE_URL", "").strip() or _DEFAULT_URL)
     if values["action"] == "run":
@@ -126,18 +117,11 @@ def _json_object(text: str) -> dict[str, Any]:
         raise ConfigurationError(f"--body must be a JSON object: {error}.") from error
 
 
-def flags() -> set[str]:
-    """Return the flags of all actions."""
-    _, commands = _parser()
-    helps = "".join(command.format_help() for command in commands.values())
-    return set(re.findall(r"--[a-z][a-z-]*", helps))
-
-
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of its actions."""
-    parser = _Parser(prog=f"triton-openai {COMMAND}", description=PURPOSE, epilog=_EPILOG, allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
-    commands: dict[str, argparse.ArgumentParser] = {}
+def add_options(parser: CommandParser) -> None:
+    """Add the actions of ``batch``, and the options of each, to its *parser*."""
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=CommandParser)
+    commands: dict[str, CommandParser] = {}
     for name, about in _ABOUT.items():
         command = actions.add_parser(name, description=about, help=about, epilog=_EPILOG, allow_abbrev=False)
         command.add_argument(
@@ -151,10 +135,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     fetch.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="The file to write.")
     fetch.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     fetch.add_argument("--partial", action="store_true", help="Of a batch that runs, write the results until now.")
-    return parser, commands
+    parser.arguments.append((("action",), {"choices": list(_ABOUT)}))
+    known = {names for names, _ in parser.arguments}
+    for command in commands.values():
+        parser.arguments += [(names, keywords) for names, keywords in command.arguments if names not in known]
+        known.update(names for names, _ in command.arguments)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: CommandParser) -> None:
     """Add the options of ``run``."""
     parser.add_argument(
         "input",
