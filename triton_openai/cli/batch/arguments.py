@@ -156,53 +156,68 @@ def _add_run(parser: CommandParser) -> None:
         "-o", "--output", "--output-file", metavar="FILE", type=Path, required=True, help="The file of answers."
     )
     reading = parser.add_argument_group("prompts")
-    reading.add_argument("--model", metavar="NAME", default="", help="The model. (default: the only one there)")
-    reading.add_argument(
+    parser.add_to(reading, "--model", metavar="NAME", default="", help="The model. (default: the only one there)")
+    parser.add_to(
+        reading,
         "--prompt",
         metavar="TEMPLATE",
         help="The prompt, with fields of the row in braces: 'Summarize: {text}'. "
         "(default: {prompt}; of a text file {text}, its line)",
     )
-    reading.add_argument("--system", metavar="TEXT", help="The system message of each request.")
-    reading.add_argument(
-        "--id", dest="id_field", metavar="FIELD", help="The field with the name of a row. (default: its number)"
+    parser.add_to(reading, "--system", metavar="TEXT", help="The system message of each request.")
+    parser.add_to(
+        reading,
+        "--id",
+        dest="id_field",
+        metavar="FIELD",
+        help="The field with the name of a row. (default: its number)",
     )
-    reading.add_argument("--format", choices=["text", "csv", "jsonl", "requests"], help="How to read the input.")
-    reading.add_argument(
+    parser.add_to(reading, "--format", choices=["text", "csv", "jsonl", "requests"], help="How to read the input.")
+    parser.add_to(
+        reading,
         "--endpoint",
         metavar="PATH",
         default="/v1/chat/completions",
         help="What prompts are sent to: chat/completions, completions, responses or embeddings. (default: %(default)s)",
     )
-    reading.add_argument("--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
-    reading.add_argument("--temperature", metavar="N", type=float, help="The sampling temperature.")
-    reading.add_argument("--body", metavar="JSON", default="{}", help="Further fields of each request.")
+    parser.add_to(reading, "--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
+    parser.add_to(reading, "--temperature", metavar="N", type=float, help="The sampling temperature.")
+    parser.add_to(reading, "--body", metavar="JSON", default="{}", help="Further fields of each request.")
     sending = parser.add_argument_group("sending")
-    sending.add_argument(
-        "--live", action="store_true", help="Send requests one by one instead of a batch: to any OpenAI-compatible URL."
+    parser.add_to(
+        sending,
+        "--live",
+        action="store_true",
+        help="Send requests one by one instead of a batch: to any OpenAI-compatible URL.",
     )
-    sending.add_argument(
-        "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
+    parser.add_to(
+        sending, "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
     )
-    sending.add_argument(
-        "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
+    parser.add_to(
+        sending, "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
     )
-    sending.add_argument(
-        "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
+    parser.add_to(
+        sending, "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
     )
-    sending.add_argument(
+    parser.add_to(
+        sending,
         "--window",
         metavar="HOURS",
         type=_window,
         default="24h",
         help="Of a batch: the hours in which it must end, 1h to 168h. (default: 24h)",
     )
-    sending.add_argument(
-        "--lines-per-batch", metavar="N", type=_count, default=50_000, help="More become several. (default: 50000)"
+    parser.add_to(
+        sending,
+        "--lines-per-batch",
+        metavar="N",
+        type=_count,
+        default=50_000,
+        help="More become several. (default: 50000)",
     )
     writing = parser.add_argument_group("answers")
-    writing.add_argument("--ordered", action="store_true", help="Write the answers in the order of the input.")
-    writing.add_argument("--overwrite", action="store_true", help="Begin again, and replace the output.")
+    parser.add_to(writing, "--ordered", action="store_true", help="Write the answers in the order of the input.")
+    parser.add_to(writing, "--overwrite", action="store_true", help="Begin again, and replace the output.")
 
 
 def _window(text: str) -> str:
