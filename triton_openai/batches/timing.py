@@ -1,4 +1,8 @@
-"""Seconds between the steps that run batches."""
+"""
+Seconds between the steps that run batches.
+
+They stand together, in a module of their own, so that tests can shorten them for all modules at once.
+"""
 
 from __future__ import annotations
 
