@@ -49,7 +49,8 @@ def _generates(name: str) -> dict[str, object]:
     }
 
 
-_CONFIGS = (
+#: The configurations of the models.
+CONFIGS = (
     _generates(PACED),
     _generates(PACED_CALL),
     {
@@ -60,14 +61,16 @@ _CONFIGS = (
         "output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [-1, _DIMENSIONS]}],
     },
 )
-_ANSWERS = {
+#: What a Triton answers to requests that are not inference, by path.
+ANSWERS = {
     "/v2": {"name": "triton", "version": "2.51.0", "extensions": ["binary_tensor_data"]},
-    "/v2/repository/index": [{"name": config["name"], "version": "1", "state": "READY"} for config in _CONFIGS],
-    **{f"/v2/models/{config['name']}/config": config for config in _CONFIGS},
+    "/v2/repository/index": [{"name": config["name"], "version": "1", "state": "READY"} for config in CONFIGS],
+    **{f"/v2/models/{config['name']}/config": config for config in CONFIGS},
 }
 
 
-def _event(text: str, finish: str) -> bytes:
+def event(text: str, finish: str) -> bytes:
+    """Return an event of a stream with *text*, and the reason why the answer ends with it."""
     values = {
         "model_name": PACED,
         "model_version": "1",
@@ -84,9 +87,9 @@ def _chunk(data: bytes) -> bytes:
 
 
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-_TOKEN_CHUNK = _chunk(_event(TOKEN, "None"))
-_LAST_CHUNK = _chunk(_event(TOKEN, "length")) + b"0\r\n\r\n"
-_CALL_CHUNKS = _chunk(_event(OPENING, "None")), _chunk(_event(CLOSING, "length")) + b"0\r\n\r\n"
+_TOKEN_CHUNK = _chunk(event(TOKEN, "None"))
+_LAST_CHUNK = _chunk(event(TOKEN, "length")) + b"0\r\n\r\n"
+_CALL_CHUNKS = _chunk(event(OPENING, "None")), _chunk(event(CLOSING, "length")) + b"0\r\n\r\n"
 
 
 def _embedding() -> bytes:
@@ -144,7 +147,7 @@ class _Connection(asyncio.Protocol):
         if path.endswith("/infer"):
             self._transport.write(_EMBEDDING)
             return
-        answer = json.dumps(_ANSWERS.get(path, {})).encode()
+        answer = json.dumps(ANSWERS.get(path, {})).encode()
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
 
     def send(self, count: int = 1) -> None:

@@ -3,7 +3,7 @@
 
 The Tritons are stand-ins: each runs so many requests at a time, all of the same length, and queues the rest, as an
 engine does. It counts the time that its places are used, so the result is a sum of counts and no rate of this machine.
-The service has two workers. It either has the number of places in its settings, or finds it: from Triton's metrics of
+The service has two workers. It either has the number of places in its settings, or learns it from Triton's metrics of
 the queue.
 
 ``--replicas 2`` measures lines a second of two services on one PostgreSQL and one bucket, each with Tritons of its own,
@@ -31,7 +31,7 @@ import msgspec
 from aiohttp import web
 
 from bench.batches import left, line, look, start_batch
-from bench.fake_triton import _ANSWERS, _CONFIGS
+from bench.fake_triton import ANSWERS, CONFIGS, event
 from bench.figures import table, written
 from bench.processes import HOST, free_port, running, wait_until_answers
 from bench.repository import PACED
@@ -88,9 +88,9 @@ class Engine:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await asyncio.sleep(_FIRST_TOKEN * self._seconds)
             await response.prepare(request)
-            await response.write(_event("one", "None"))
+            await response.write(event("one", "None"))
             await asyncio.sleep((1 - _FIRST_TOKEN) * self._seconds)
-            await response.write(_event(" two", "length"))
+            await response.write(event(" two", "length"))
             return response
         finally:
             self._leave(is_line)
@@ -124,18 +124,6 @@ class Engine:
         return web.Response(text="# TYPE nv_inference_pending_request_count gauge\n" + text)
 
 
-def _event(text: str, finish: str) -> bytes:
-    values = {
-        "model_name": PACED,
-        "model_version": "1",
-        "text_output": text,
-        "finish_reason": finish,
-        "num_input_tokens": 7,
-        "num_output_tokens": 1,
-    }
-    return b"data: " + json.dumps(values).encode() + b"\n\n"
-
-
 async def _serve(addresses: Sequence[str], places: int, seconds: float) -> None:
     """Run an engine at port 8000 of each of *addresses*, with its metrics at port 8002."""
     for address in addresses:
@@ -143,8 +131,7 @@ async def _serve(addresses: Sequence[str], places: int, seconds: float) -> None:
         app = web.Application()
 
         async def answer(request: web.Request) -> web.Response:
-            found = _ANSWERS.get(request.path.rstrip("/"), {})
-            return web.json_response(found)
+            return web.json_response(ANSWERS.get(request.path.rstrip("/"), {}))
 
         async def figures(_: web.Request, engine: Engine = engine) -> web.Response:
             return web.json_response(engine.figures())
@@ -153,7 +140,7 @@ async def _serve(addresses: Sequence[str], places: int, seconds: float) -> None:
         app.router.add_get("/v2/health/{what}", answer)
         app.router.add_get("/v2", answer)
         app.router.add_post("/v2/repository/index", answer)
-        for config in _CONFIGS:
+        for config in CONFIGS:
             app.router.add_get(f"/v2/models/{config['name']}/config", answer)
         app.router.add_post(f"/v2/models/{PACED}/generate_stream", engine.generate)
         metrics = web.Application()
@@ -320,7 +307,7 @@ def measure(options: argparse.Namespace) -> list[Used]:
     cases: list[Used] = []
     places = options.places
     limited = {"server": {"max_running_requests_per_endpoint": places}}
-    kinds: dict[str, dict[str, Any]] = {"in the settings": limited, "found": {}}
+    kinds: dict[str, dict[str, Any]] = {"in the settings": limited, "learned": {}}
     for kind in options.kinds.split(","):
         settings = kinds[kind]
         for live in (0.0, 0.5):
@@ -418,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--places", type=int, default=64, help="requests that each Triton runs at a time")
     parser.add_argument("--seconds", type=float, default=3.0, help="the time of a request")
     parser.add_argument("--parts", default="alone,live")
-    parser.add_argument("--kinds", default="in the settings,found", help="how the service learns the places")
+    parser.add_argument("--kinds", default="in the settings,learned", help="how the service learns the places")
     parser.add_argument("--replicas", action="store_true", help="measure two replicas beside one, and nothing else")
     parser.add_argument("--engines", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -17,8 +17,8 @@ from tests.cases import every_case
 from tests.documents import ADDRESS, DOCUMENTS, ROOT, Block, blocks, read
 from triton_openai.cli import model_repository
 from triton_openai.cli.arguments import parse
-from triton_openai.cli.batch import COMMAND as BATCH
-from triton_openai.cli.batch import arguments as batch_arguments
+from triton_openai.cli.batch import BATCH
+from triton_openai.cli.batch.arguments import batch_options
 from triton_openai.config.options import options
 
 #: What shows something and is no code.
@@ -62,10 +62,9 @@ def _check_service(arguments: list[str]) -> None:
     if arguments[0] == model_repository.COMMAND:
         model_repository.build_parser().parse_known_args(arguments[1:])
         return
-    if arguments[0] == BATCH:
-        batch_arguments.parse(arguments[1:], {})
-        return
-    parse(arguments)
+    parsed = parse(arguments)
+    if parsed.command == BATCH.name:
+        batch_options(parsed.options, {})
 
 
 def _check_export(arguments: list[str]) -> None:

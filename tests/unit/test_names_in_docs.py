@@ -15,9 +15,9 @@ from triton_openai.adapters import companion
 from triton_openai.app import create_app
 from triton_openai.cli import model_repository
 from triton_openai.cli.aliases import ALIASES, REFUSED, WITHOUT_EFFECT
-from triton_openai.cli.arguments import parse
-from triton_openai.cli.batch import COMMAND as BATCH
-from triton_openai.cli.batch import arguments as batch_arguments
+from triton_openai.cli.arguments import build_parsers, parse
+from triton_openai.cli.batch import BATCH
+from triton_openai.cli.batch.arguments import batch_options
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AudioSettings, ServerSettings, Settings
@@ -36,6 +36,8 @@ TEXTS = {
 }
 # The changelog also names what is gone.
 PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
+# Those of all actions of `batch`.
+BATCH_FLAGS = {name for names, _ in build_parsers(everything=False)[1][BATCH.name].arguments for name in names}
 COMMANDS = {
     *("--config", "--json", "--once", "--help", "--help-all", "--version"),
     *("--all", "--model", "--scripted", "--speech", "--weights"),
@@ -116,7 +118,7 @@ def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
 def test_flags(document: str) -> None:
     """Wherever they stand, examples included."""
     known = [option for option in options() if not option.file_only]
-    flags = {option.flag for option in known} | COMMANDS | batch_arguments.flags()
+    flags = {option.flag for option in known} | COMMANDS | BATCH_FLAGS
     switches = {f"--no-{option.name}" for option in known if option.is_switch}
     named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", TEXTS[document])
 
@@ -224,9 +226,9 @@ def test_commands(line: str, tmp_path: Path) -> None:
         _, further = model_repository.build_parser().parse_known_args(arguments)
         model_repository.engine_arguments(further)
         return
-    if command == BATCH:
+    if command == BATCH.name:
         words = shlex.split(line.partition(" >")[0], comments=True)
-        batch_arguments.parse(words[2:], {})
+        batch_options(parse(words[1:]).options, {})
         return
     # Without what the shell does with it.
     parsed = parse(shlex.split(re.split(r" [<|#]", line)[0])[1:])

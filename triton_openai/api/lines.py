@@ -40,7 +40,8 @@ class LineHost:
     """
     Answers the lines of batches by the operations of *service*.
 
-    See :class:`triton_openai.batches.host.Host`.
+    It has more than 20 methods because it is all that batches need of the service, each method a few statements: see
+    :class:`triton_openai.batches.host.Host`.
     """
 
     def __init__(self, service: Service) -> None:

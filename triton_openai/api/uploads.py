@@ -45,6 +45,9 @@ LIFETIME = 3600.0
 #: Bytes of a part, as at OpenAI, and parts of an upload.
 MAX_PART_SIZE = 64 * 1024 * 1024
 MAX_PARTS = 1000
+# An upload may have so many parts, and one more for each so many bytes: empty parts cost no bytes, but an inode each.
+_MIN_PARTS = 16
+_PART_BYTES = 4096
 # How many times the bytes of a file its parts may have together: a client that has lost an answer sends a part again.
 _MAX_REPEATED = 2
 # Bytes of a form besides its part.
@@ -164,9 +167,10 @@ async def add_part(service: Service, call: Call[Form]) -> Reply:
 async def _check_room(parts: UploadParts, file: StoredFile) -> None:
     """Raise :class:`InvalidRequest` if *parts* are more than the file may have."""
     sizes = await parts.sizes()
-    if len(sizes) > MAX_PARTS:
+    max_parts = min(MAX_PARTS, _MIN_PARTS + file.bytes // _PART_BYTES)
+    if len(sizes) > max_parts:
         raise errors.InvalidRequest(
-            f"An upload can have {MAX_PARTS} parts at most.", param="data", code="too_many_parts"
+            f"An upload of {file.bytes} bytes can have {max_parts} parts at most.", param="data", code="too_many_parts"
         )
     if sum(sizes.values()) > _MAX_REPEATED * file.bytes:
         message = f"The parts have more than {_MAX_REPEATED} times the {file.bytes} bytes of the file together."

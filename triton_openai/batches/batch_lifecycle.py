@@ -7,7 +7,6 @@ process that claims the batch next goes on where this one ended.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,16 +17,16 @@ import structlog
 
 from triton_openai import errors
 from triton_openai.batches import timing
+from triton_openai.batches.batch_steps import Outcome, early_outcome, run_steps
 from triton_openai.batches.enqueued import enqueue, fail_with_results, max_inputs_of
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
-from triton_openai.batches.outcomes import Outcome, early_outcome
-from triton_openai.batches.results import Results, ResultsMissing, add_result
+from triton_openai.batches.results import Results, add_result
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.running_life import RunningLife
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost, Part, StoredFile
+from triton_openai.storage.batch_records import Batch, BatchError, Part, StoredFile
 from triton_openai.tasks import wait_any
 from triton_openai.telemetry.instruments import BATCH_LINES, BATCHES_ENDED
 from triton_openai.telemetry.metrics import Series
@@ -66,30 +65,15 @@ class BatchLifecycle:
 
     async def run(self, life: RunningLife) -> None:
         """Take a batch to its end, or until it is lost."""
-        while life.batch.open:
-            try:
-                await self._advance(life)
-                if life.phase is Phase.PAUSED:
-                    life.phase = Phase.RUNNING
-                    _log.info("batch resumed", batch=life.batch.id)
-            except LeaseLost:
-                life.lose()
-                return
-            except FileNotFoundError:
-                life.problems = [missing_input()]
-            except ResultsMissing:
-                _log.error("results of a batch are missing", batch=life.batch.id)
-                life.problems = [missing_results()]
-            except (OSError, ServiceError) as error:
-                if life.phase not in (Phase.PAUSED, Phase.LOST):
-                    reason = getattr(error, "reason", str(error))
-                    _log.warning("batch paused", batch=life.batch.id, reason=reason)
-                    life.phase = Phase.PAUSED
-                await asyncio.sleep(timing.TROUBLE)
-            except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
-                _log.exception("batch failed", batch=life.batch.id)
-                life.problems = [failed_to_run()]
-                await asyncio.sleep(timing.TROUBLE)
+
+        async def advance() -> bool:
+            await self._advance(life)
+            return not life.batch.open
+
+        async def fail(problem: BatchError) -> None:
+            life.problems = [problem]
+
+        await run_steps(life, advance, fail)
 
     async def _advance(self, life: RunningLife) -> None:
         """Take the next step, or wait until there is one."""
@@ -315,18 +299,3 @@ class BatchLifecycle:
             await self._files.clear(ended)
             await self._store.lines.delete(ended.id)
         return True
-
-
-def missing_input() -> BatchError:
-    """Return the problem of a batch whose input is gone."""
-    return BatchError(code="input_file_missing", message="The input file is not there any more.")
-
-
-def missing_results() -> BatchError:
-    """Return the problem of a batch whose results are gone."""
-    return BatchError(code="results_missing", message="Results of the batch are not there any more.")
-
-
-def failed_to_run() -> BatchError:
-    """Return the problem of a batch that the service cannot run."""
-    return BatchError(code="server_error", message="The service failed to run the batch.")

@@ -20,6 +20,7 @@ from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.batch_lifecycle import BatchLifecycle
 from triton_openai.batches.changes import Look
 from triton_openai.batches.claims import Claims
+from triton_openai.batches.congestion import CongestionMonitor
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.first_tokens import FirstTokens
 from triton_openai.batches.host import Host
@@ -34,7 +35,6 @@ from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.results import Results
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.slots import Slots
-from triton_openai.batches.trouble import Trouble
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import cancel, wait_any
@@ -81,7 +81,7 @@ class BatchRunner:
         self._batches: dict[str, RunningBatch] = {}
         self._away = AwayModels(host, wake)
         self._limits = ModelLimits(host)
-        self._trouble = Trouble(host, first_tokens, self._limits)
+        self._congestion = CongestionMonitor(host, first_tokens, self._limits)
         results = Results(files, self._series)
         keys = KeyLimits(host)
         self._keys = keys
@@ -116,13 +116,13 @@ class BatchRunner:
         while True:
             try:
                 # Also before the first batch: what live requests wait without lines is the usual wait.
-                self._trouble.look()
+                self._congestion.check()
                 if self._files.exist:
                     await self._step()
                 self._resume()
             except Exception as error:  # noqa: BLE001 - the last resort: logged, and tried again
                 self._pause(error)
-                await asyncio.sleep(timing.TROUBLE)
+                await asyncio.sleep(timing.FAILURE_PAUSE)
             await wait_any(self._woken, timeout=timing.WATCH)
             self._woken.clear()
 
@@ -213,7 +213,7 @@ class BatchRunner:
             await cancel(self._sweeping)
         await self._notifications.close()
         await self._away.close()
-        await self._trouble.close()
+        await self._congestion.close()
         await self._parts.close()
         await self._claims.close()
         with suppress(ServiceError):

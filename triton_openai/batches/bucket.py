@@ -40,7 +40,7 @@ _RETRY_TIME = timedelta(seconds=30)
 
 class BucketFiles(Files):
     """
-    Files in the bucket that the settings name, and the tables about them.
+    Files in the bucket that the settings name, and the tables about them. Its methods are those of :class:`Files`.
 
     Endpoint, region and credentials come from the environment variables that all tools for S3 use.
     """

@@ -53,9 +53,9 @@ class Changes:
         if self._lock < 0:
             self._lock = self._try_lock()
         status = self._path.stat()
-        found = hash((status.st_mtime_ns, status.st_size, status.st_ino))
-        changed = found != self._seen
-        self._seen = found
+        state = hash((status.st_mtime_ns, status.st_size, status.st_ino))
+        changed = state != self._seen
+        self._seen = state
         return Look(changed, self._lock >= 0)
 
     def _is_current(self, descriptor: int) -> bool:

@@ -41,7 +41,7 @@ class KeyLimits:
             seconds = error.retry_after or timing.POLL
         except Exception:  # noqa: BLE001 - the last resort: logged, and other owners are served
             _log.exception("limits of a key cannot be checked")
-            seconds = timing.TROUBLE
+            seconds = timing.FAILURE_PAUSE
         else:
             if reservation is None or reservation.refusal is None:
                 return reservation

@@ -66,7 +66,7 @@ class LineClaims:
         # Batches of which no lines waited, with the models that were left out.
         self._exhausted: dict[str, Collection[str]] = {}
         # Models of which lines were given back, because live requests left no room for any.
-        self._crowded: set[str] = set()
+        self._without_capacity: set[str] = set()
 
     def reset(self) -> None:
         """Look at all batches again: something has changed."""
@@ -141,11 +141,11 @@ class LineClaims:
 
         These are lines that could not start for a while, and those that are many more than may run here now.
         """
-        crowded = self._crowded_models(running)
+        without_capacity = self._models_without_capacity(running)
         numbers: list[int] = []
         for model, lines in running.waiting.items():
             keep: int | None = 0
-            if model not in crowded:
+            if model not in without_capacity:
                 keep = self._max_waiting(model)
             if keep is None:
                 continue
@@ -160,10 +160,10 @@ class LineClaims:
             running.lose()
             return
         running.unsure = False
-        self._crowded.update(crowded)
+        self._without_capacity.update(without_capacity)
         self._announce()
 
-    def _crowded_models(self, running: RunningBatch) -> Collection[str]:
+    def _models_without_capacity(self, running: RunningBatch) -> Collection[str]:
         """Return the models whose lines could not start for a while."""
         if running.active or time.monotonic() - running.moved_at < timing.GIVE_BACK:
             return ()
@@ -192,8 +192,10 @@ class LineClaims:
 
     def _blocked(self, running: RunningBatch | None, chunk: int) -> Collection[str]:
         """Return the models for which no lines are claimed: those that are away, and those with enough lines here."""
-        self._crowded = {model for model in self._crowded if not self._limits.is_roomy(model)}
-        blocked = {*self._away, *self._crowded}
+        self._without_capacity = {
+            model for model in self._without_capacity if not self._limits.has_live_capacity(model)
+        }
+        blocked = {*self._away, *self._without_capacity}
         if running is not None:
             blocked |= {
                 model
@@ -222,7 +224,7 @@ class LineClaims:
         await self._claims.lock()
         lease = self._host.settings.lease
         joined = await self._lines.join(batch.id, self._holder, lease, chunk, without)
-        if joined is None and not self._crowded.isdisjoint(without):
+        if joined is None and not self._without_capacity.isdisjoint(without):
             return False
         if joined is None and without:
             # A few lines, so that the batch is among those that wait for the model: its key may ask for it.

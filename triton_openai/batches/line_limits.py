@@ -235,7 +235,7 @@ class ModelLimits:
         target = self._host.target(model)
         return target is not None and self._with_room(target) is not None
 
-    def is_roomy(self, model: str) -> bool:
+    def has_live_capacity(self, model: str) -> bool:
         """Return whether live requests leave room for a line for *model*, whatever other processes run."""
         target = self._host.target(model)
         return target is not None and self._host.has_room(target, self.running_for(target))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import structlog
@@ -69,30 +69,51 @@ class LineRunner:
         self._wake()
 
     async def _start(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
-        admitted = await self._admit(running, picked)
-        contents: Sequence[bytes | OSError] = ()
-        try:
+        with self._reserved(running, picked) as reserved:
+            reserved[:] = await self._admit(running, picked)
             # The batch may have been cancelled or lost meanwhile.
-            if admitted and running.batch.status == "in_progress" and not running.lost:
-                lines = [candidate.line for candidate in admitted]
-                reading = asyncio.create_task(self._mark_and_read(running, lines))
-                try:
-                    await asyncio.wait([reading], timeout=timing.SLOW_READ)
-                    if not reading.done():
-                        _log.warning("input is slow, other batches run", batch=running.batch.id)
-                        self._give_back(running, admitted)
-                        admitted = ()
-                    contents = await reading
-                finally:
-                    reading.cancel()
-                if contents and not admitted:
-                    await self._mark_stopped(running, [line.number for line in lines])
+            if not (reserved and _may_start(running)):
+                return
+            contents = await self._contents(running, reserved)
+            if running.lost or not (contents and reserved):
+                return
+            admitted = [*reserved]
+            reserved.clear()
+        await self._run_all(running, admitted, contents)
+
+    @contextmanager
+    def _reserved(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Iterator[list[PickedLine]]:
+        """
+        Yield a list of lines that are counted in limits; those that it has at the end of the block are given back.
+
+        They wait again then, also if the block is cancelled.
+        """
+        reserved = [*picked]
+        try:
+            yield reserved
         finally:
-            if running.lost or not contents:
-                contents = ()
-                self._give_back(running, admitted)
-        if contents and admitted:
-            await self._run_all(running, admitted, contents)
+            self._give_back(running, reserved)
+
+    async def _contents(self, running: RunningBatch, reserved: list[PickedLine]) -> Sequence[bytes | OSError]:
+        """
+        Mark the *reserved* lines as running, and return their contents; nothing if they cannot start now.
+
+        While a slow disk is read, they are given back, so that other batches run.
+        """
+        lines = [candidate.line for candidate in reserved]
+        reading = asyncio.create_task(self._mark_and_read(running, lines))
+        try:
+            await asyncio.wait([reading], timeout=timing.SLOW_READ)
+            if not reading.done():
+                _log.warning("input is slow, other batches run", batch=running.batch.id)
+                self._give_back(running, reserved)
+                reserved.clear()
+            contents = await reading
+        finally:
+            reading.cancel()
+        if contents and not reserved:
+            await self._mark_stopped(running, [line.number for line in lines])
+        return contents
 
     async def _mark_and_read(self, running: RunningBatch, lines: Sequence[Line]) -> Sequence[bytes | OSError]:
         """Mark lines as running, and return their contents; nothing if they cannot start now."""
@@ -107,10 +128,10 @@ class LineRunner:
         except LeaseLost:
             running.lose()
         except ServiceError as error:
-            running.start_time = time.monotonic() + timing.TROUBLE
+            running.start_time = time.monotonic() + timing.FAILURE_PAUSE
             _log.warning("lines cannot start", batch=running.batch.id, reason=error.reason)
         except Exception:  # noqa: BLE001 - the last resort: logged, and tried again
-            running.start_time = time.monotonic() + timing.TROUBLE
+            running.start_time = time.monotonic() + timing.FAILURE_PAUSE
             _log.exception("lines cannot start", batch=running.batch.id)
             await self._mark_stopped(running, numbers)
         return ()
@@ -289,6 +310,11 @@ class LineRunner:
     async def _mark_stopped(self, running: RunningBatch, numbers: Sequence[int]) -> None:
         with suppress(ServiceError, LeaseLost):
             await self._lines.mark_stopped(running.part, numbers)
+
+
+def _may_start(running: RunningBatch) -> bool:
+    """Return whether lines of a batch may still start: it is neither cancelled nor lost."""
+    return running.batch.status == "in_progress" and not running.lost
 
 
 def _read(descriptor: int, lines: Sequence[Line]) -> list[bytes | OSError]:

@@ -13,20 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import structlog
-
 from triton_openai.batches import timing
-from triton_openai.batches.batch_lifecycle import failed_to_run, missing_input
+from triton_openai.batches.batch_steps import early_outcome, run_steps
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Host
-from triton_openai.batches.outcomes import early_outcome
 from triton_openai.batches.results import Results
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost, Part
 from triton_openai.tasks import cancel, wait_any
-
-_log = structlog.get_logger(__name__)
 
 
 class PartRunner:
@@ -73,42 +68,21 @@ class PartRunner:
                 running.close()
 
     async def _run(self, running: RunningBatch) -> None:
-        ended = False
-        while not ended:
-            try:
-                ended = await self._advance(running)
-                self._resume(running)
-            except LeaseLost:
-                running.lose()
-                return
-            except FileNotFoundError:
-                await self._report(running, missing_input())
-            except (OSError, ServiceError) as error:
-                self._pause(running, error)
-                await asyncio.sleep(timing.TROUBLE)
-            except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
-                _log.exception("batch failed", batch=running.batch.id)
-                await self._report(running, failed_to_run())
-                await asyncio.sleep(timing.TROUBLE)
+        async def advance() -> bool:
+            paused = running.phase is Phase.PAUSED
+            ended = await self._advance(running)
+            if paused:
+                # Its lines may start again.
+                self._wake()
+            return ended
 
-    async def _report(self, running: RunningBatch, problem: BatchError) -> None:
-        """Report why the batch can only fail."""
-        running.batch.problems = [problem]
-        with suppress(ServiceError):
-            await self._store.batches.report(running.batch.id, [problem])
-            self._announce()
+        async def fail(problem: BatchError) -> None:
+            running.batch.problems = [problem]
+            with suppress(ServiceError):
+                await self._store.batches.report(running.batch.id, [problem])
+                self._announce()
 
-    def _pause(self, running: RunningBatch, error: OSError | ServiceError) -> None:
-        if running.phase not in (Phase.PAUSED, Phase.LOST):
-            reason = getattr(error, "reason", str(error))
-            _log.warning("batch paused", batch=running.batch.id, reason=reason)
-            running.phase = Phase.PAUSED
-
-    def _resume(self, running: RunningBatch) -> None:
-        if running.phase is Phase.PAUSED:
-            running.phase = Phase.RUNNING
-            _log.info("batch resumed", batch=running.batch.id)
-            self._wake()
+        await run_steps(running, advance, fail)
 
     async def _advance(self, running: RunningBatch) -> bool:
         """Store the results that have come, and wait for others; return whether the part has ended."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from triton_openai import offload
+from triton_openai.batches.batch_steps import ResultsMissing
 from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import id_and_body
@@ -33,10 +34,6 @@ _NEVER_RAN = {
     "expired": ("expired", "batch_expired", "This request could not be executed before the completion window expired."),
     "failed": ("errored", "batch_failed", "The batch failed before this request could be executed."),
 }
-
-
-class ResultsMissing(Exception):
-    """The file of a part does not have the results that the table says it has."""
 
 
 class Results:

@@ -16,8 +16,8 @@ from triton_openai.storage.slot_table import SlotTable
 _SECONDS = 20.0
 # Slots beyond those that the limits allow now, so that the limits can grow until the next look.
 _AHEAD = 2
-# While all slots are used, the looks are so many times as frequent.
-_HURRY = 10
+# While all slots are used, they are updated so many times as often.
+_FULL_FREQUENCY = 10
 
 
 class Slots:
@@ -66,5 +66,5 @@ class Slots:
     def _pause(self, target: str) -> float:
         """Return the seconds between two looks at a model, which are fewer while all slots are used."""
         if self._limits.running_for(target) >= self._taken.get(target, 0):
-            return timing.SLOTS / _HURRY
+            return timing.SLOTS / _FULL_FREQUENCY
         return timing.SLOTS

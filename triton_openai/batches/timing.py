@@ -1,4 +1,8 @@
-"""Seconds between the steps that run batches."""
+"""
+Seconds between the steps that run batches.
+
+They stand together, in a module of their own, so that tests can shorten them for all modules at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ GIVE_BACK = 5.0
 #: Between two looks at the slots of a model.
 SLOTS = 1.0
 #: Before what failed because of the disk or the database is tried again.
-TROUBLE = 2.0
+FAILURE_PAUSE = 2.0
 #: For which results are collected before they are written together.
 GROUP = 0.2
 #: After which lines whose input is still being read leave their places to lines of other batches.

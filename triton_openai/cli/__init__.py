@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, OWN_COMMANDS, parse
-from triton_openai.cli.batch import COMMAND as BATCH
 from triton_openai.cli.model_repository import COMMAND, run
 from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.reload import Source
@@ -38,10 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == [COMMAND]:
             return run(given[1:])
-        if given[:1] == [BATCH]:
-            from triton_openai.cli.batch.command import run as run_batch
-
-            return run_batch(given[1:])
         if given[:1] and given[0] in OWN_COMMANDS:
             own = parse(given)
             return OWN_COMMANDS[own.command].run(own.options)

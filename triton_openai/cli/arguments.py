@@ -15,8 +15,7 @@ import msgspec
 from triton_openai import __version__
 from triton_openai.cli.aliases import COMMANDS as OTHER_COMMANDS
 from triton_openai.cli.aliases import ENGINE_ADVICE
-from triton_openai.cli.batch import COMMAND as BATCH
-from triton_openai.cli.batch import PURPOSE as BATCH_PURPOSE
+from triton_openai.cli.batch import BATCH
 from triton_openai.cli.bench import BENCH
 from triton_openai.cli.chat import CHAT
 from triton_openai.cli.completion import Completed, add_completion_options, script
@@ -70,6 +69,7 @@ OWN_COMMANDS: Mapping[str, OwnCommand] = {
     for command in (
         CHAT,
         BENCH,
+        BATCH,
         OwnCommand(
             "parse",
             "Show what a format of tool calls makes of an answer on standard input.",
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
 def _check_command(first: str) -> None:
     if first in (*_COMMANDS, *OWN_COMMANDS, "-h", "--help", "--version"):
         return
-    commands = [*_COMMANDS, *OWN_COMMANDS, BATCH, COMMAND]
+    commands = [*_COMMANDS, *OWN_COMMANDS, COMMAND]
     if not first:
         problem = "The command is missing."
     elif first.startswith("-"):
@@ -237,8 +237,7 @@ def build_parsers(*, everything: bool) -> tuple[CommandParser, Mapping[str, Comm
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
-    # These have flags of their own, and read them themselves.
-    commands.add_parser(BATCH, help=BATCH_PURPOSE, add_help=False)
+    # It has flags of its own, and reads them itself.
     commands.add_parser(COMMAND, help=PURPOSE, add_help=False)
     for name, own in OWN_COMMANDS.items():
         own.add_options(commands.add_parser(name, description=own.purpose, help=own.purpose, allow_abbrev=False))

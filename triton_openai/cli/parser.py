@@ -24,6 +24,11 @@ class CommandParser(argparse.ArgumentParser):
         self.arguments.append((names, keywords))
         return super().add_argument(*names, **keywords)
 
+    def add_to(self, group: argparse._ArgumentGroup, *names: Any, **keywords: Any) -> argparse.Action:
+        """Add an argument in a *group* of the help."""
+        self.arguments.append((names, keywords))
+        return group.add_argument(*names, **keywords)
+
     def error(self, message: str) -> NoReturn:
         """Raise :class:`ConfigurationError`."""
         raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")

@@ -96,6 +96,21 @@ async def test_a_file_of_parts_is_a_file(place: Place, tmp_path: Path, monkeypat
         assert [file["id"]] == left(proxy)
 
 
+async def test_empty_parts_have_a_bound(tmp_path: Path) -> None:
+    """Each part is a file on the disk, also without any bytes: a small upload has few."""
+    async with running(tmp_path) as proxy:
+        path = await begin(proxy, bytes=5)
+        for _ in range(16):
+            await part(proxy, path, b"")
+        status, answer = await add(proxy, path, b"")
+        assert (400, "too_many_parts") == (status, answer["error"]["code"])
+        assert "5 bytes can have 16 parts" in answer["error"]["message"]
+        large = await begin(proxy, bytes=8192)
+        for _ in range(18):
+            await part(proxy, large, b"")
+        assert 400 == (await add(proxy, large, b""))[0]
+
+
 async def test_what_is_no_upload_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes, parts, digests and names that are wrong, and uploads of others, are errors that name the field."""
     monkeypatch.setattr(uploads, "MAX_PARTS", 3)

@@ -58,7 +58,7 @@ OWNER = "me"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
-    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
     # Tests make a service busy for as long as they like.
     monkeypatch.setattr(timing, "GIVE_BACK", 1000.0)
@@ -222,7 +222,7 @@ class Process:
         tasks = [
             self.task,
             self.runner._sweeping,
-            self.runner._trouble._reading,
+            self.runner._congestion._reading,
             self.runner._notifications._checking,
             *(life.task for life in self.runner._claims.lives.values()),
             *self.runner._away._checks,
@@ -1156,7 +1156,7 @@ async def test_an_input_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_limits() -> None:
-    """The number of lines grows by one for each window without trouble, and is halved by trouble."""
+    """The number of lines grows by one for each window without a refusal, and is halved by one."""
     limit = Limit(64)
     limit.running = 64
     assert 8 == limit.allowed
@@ -1199,7 +1199,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self._loop = asyncio.Runner()
         self._patch = pytest.MonkeyPatch()
-        for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+        for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
             self._patch.setattr(timing, name, 0.001)
         # Processes die often here, and lines are not to blame.
         self._patch.setattr(quarantine, "_MAX_PROCESS_DEATHS", 1000)

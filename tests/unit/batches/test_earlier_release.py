@@ -33,7 +33,7 @@ _EARLIER = 3
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing."""
-    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
 
 

@@ -43,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "WATCH",
         "SLOTS",
         "GROUP",
-        "TROUBLE",
+        "FAILURE_PAUSE",
         "RETRY",
         "MAX_RETRY",
         "FIRST_PAUSE",
@@ -628,7 +628,7 @@ FAULTS: dict[str, Callable[[threading.Event], None]] = {
 @every_case("name", FAULTS)
 async def test_an_input_that_cannot_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other batches do not wait for it: not a whole pause of the runner, and not until the read has ended."""
-    monkeypatch.setattr(timing, "TROUBLE", 60.0)
+    monkeypatch.setattr(timing, "FAILURE_PAUSE", 60.0)
     monkeypatch.setattr(timing, "SLOW_READ", 0.05)
     over = threading.Event()
     read = os.pread

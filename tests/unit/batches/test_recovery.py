@@ -29,7 +29,7 @@ from triton_openai.storage.postgresql import PostgresDatabase
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing."""
-    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
 
 
@@ -46,7 +46,7 @@ def lose_answer(one: Process, operation: str) -> list[str]:
             raise TimeoutError
         return result
 
-    database.run = lossy  # type: ignore[assignment,method-assign]
+    database.run = lossy  # type: ignore[method-assign]
     return lost
 
 
@@ -182,7 +182,7 @@ async def test_the_lines_of_a_large_batch_are_deleted_in_parts(tmp_path: Path, m
                     raise OSError("gone")
             return await run(steps, timeout=timeout, write=write)
 
-        database.run = counted  # type: ignore[assignment,method-assign]
+        database.run = counted
         # The first call finds that a new batch has no lines.
         batch = await one.batch(NAMES)
         done = await one.ended(batch)
@@ -198,7 +198,7 @@ async def test_an_input_that_nobody_needs_any_more(tmp_path: Path) -> None:
     """A batch whose lines all have results ends well without its input."""
     async with process(tmp_path) as one:
         one.host.max_running = 64
-        one.host.capacity = lambda target: 64.0  # type: ignore[method-assign]
+        one.host.capacity = lambda target: 64.0
         one.host.may_answer.clear()
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: len(one.host.running) == 20)

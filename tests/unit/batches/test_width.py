@@ -1,4 +1,4 @@
-"""Batches as wide as the fleet: several processes run lines of one batch, as many as nothing speaks against."""
+"""Batches as wide as the fleet: several processes run lines of one batch, as many as the fleet has capacity for."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.unit.batches.test_batch_runner import NAMES, OWNER, Host, Process, pr
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.batches import batch_runner, engine_queues, timing
 from triton_openai.batches.changes import Changes
+from triton_openai.batches.congestion import CongestionMonitor
 from triton_openai.batches.engine_queues import EngineQueue, EngineQueues
 from triton_openai.batches.first_tokens import FirstTokens, Waits
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.line_limits import Limit, ModelLimits
-from triton_openai.batches.trouble import Trouble
 from triton_openai.storage import open_batch_store
 from triton_openai.storage.batch_records import Batch, StoredFile
 from triton_openai.storage.batch_tables import ROW_SIZE, bytes_of_owner
@@ -38,7 +38,7 @@ from triton_openai.telemetry.triton_metrics import TritonMetrics, parse
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing."""
-    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "TROUBLE", "RETRY", "FIRST_PAUSE"):
+    for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
 
 
@@ -200,7 +200,7 @@ async def test_slots_over_processes(place: Place) -> None:
     await store.close()
 
 
-def test_limits_double_until_the_first_trouble() -> None:
+def test_limits_double_until_the_first_congestion() -> None:
     """A limit grows by one for each success at first, and then by a part of it in each window."""
     limit = Limit(256)
     for _ in range(56):
@@ -340,7 +340,7 @@ class Engines:
         for host, limits, live in zip(self.hosts, self._limits, self._live, strict=True):
             host.max_running = 256
             if load:
-                host.live = lambda target, live=live: live.total()  # type: ignore[misc]
+                host.live = lambda target, live=live: live.total()  # type: ignore[method-assign,misc]
             limits.slots = {"M": 1000}
         self._queues: dict[str, deque[tuple[float, int, Limit | None]]] = {name: deque() for name in self._names}
         self._busy = Counter[str]()
@@ -426,13 +426,13 @@ async def test_the_usual_wait_is_learned_before_lines_run(tmp_path: Path, clock:
     """What live requests wait before the first line of all is the usual wait."""
     host = Host()
     first_tokens = FirstTokens()
-    trouble = Trouble(host, first_tokens, ModelLimits(host))
+    monitor = CongestionMonitor(host, first_tokens, ModelLimits(host))
     for _ in range(20):
         first_tokens.of("M").add(0.5)
     clock.advance(5)
-    trouble.look()
+    monitor.check()
     assert 0.5 == first_tokens.of("M").usual
-    assert {} == trouble._limits.allowed()
+    assert {} == monitor._limits.allowed()
 
 
 def _metrics(pending: int | None, microseconds: int, waiting: int) -> str:
@@ -512,7 +512,7 @@ def test_long_waits_halve_limits(clock: Clock) -> None:
     for target in "MN":
         limits.of(target)[0].running = 8
     first_tokens = FirstTokens()
-    trouble = Trouble(host, first_tokens, limits)
+    monitor = CongestionMonitor(host, first_tokens, limits)
     waits = first_tokens.of("M")
     waits.usual = 0.1
     for _ in range(20):
@@ -520,8 +520,8 @@ def test_long_waits_halve_limits(clock: Clock) -> None:
     for _ in range(3):
         # The same waits count once.
         clock.advance(1)
-        trouble._look_at_first_tokens("M")
-        trouble._look_at_first_tokens("N")
+        monitor._check_first_tokens("M")
+        monitor._check_first_tokens("N")
     assert {"M": 4, "N": 8} == limits.allowed()
 
 

@@ -19,13 +19,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.batch_command import parse
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.unit.api.test_batches import MODEL, settings_of
 from triton_openai.cli.batch import client, remote, uploading
 from triton_openai.cli.batch.answers import RunFiles, state_path
-from triton_openai.cli.batch.arguments import parse
 from triton_openai.cli.batch.client import Client, RequestFailure, seconds_of
 from triton_openai.cli.batch.command import execute
 from triton_openai.cli.batch.progress import Lines, duration, progress_for, short

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.batch_command import parse
 from tests.cases import every_case
-from triton_openai.cli.batch.arguments import parse
 from triton_openai.cli.batch.prompts import Prompts
 from triton_openai.errors import ConfigurationError
 

@@ -117,7 +117,10 @@ def test_no_suggestion_misleads(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, parse,"),
+        (
+            [],
+            "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, batch, parse,",
+        ),
         (["--port", "1"], "The command is missing. To serve models, write it before the options: triton-openai serve"),
         (["--model-repository", "m"], "options: triton-openai serve --model-repository. The commands are serve, demo"),
         (["srve"], "There is no command 'srve'. Did you mean serve?"),

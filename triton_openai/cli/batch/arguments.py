@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from triton_openai.cli.batch import COMMAND, PURPOSE
+from triton_openai.cli.parser import CommandParser
 from triton_openai.errors import ConfigurationError
 
 _DEFAULT_URL = "http://localhost:9000/v1"
@@ -60,17 +59,9 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
-
-
-def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> BatchOptions:
-    """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
-    parser, _ = _parser()
-    values = vars(parser.parse_args(arguments))
+def batch_options(parsed: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> BatchOptions:
+    """Return the options that were *parsed*, and those of *environ*. Raises :class:`ConfigurationError`."""
+    values = dict(parsed)
     key = environ.get("OPENAI_API_KEY", "").strip() or None
     url = service_url(values.pop("url") or environ.get("OPENAI_BASE_URL", "").strip() or _DEFAULT_URL)
     if values["action"] == "run":
@@ -126,18 +117,11 @@ def _json_object(text: str) -> dict[str, Any]:
         raise ConfigurationError(f"--body must be a JSON object: {error}.") from error
 
 
-def flags() -> set[str]:
-    """Return the flags of all actions."""
-    _, commands = _parser()
-    helps = "".join(command.format_help() for command in commands.values())
-    return set(re.findall(r"--[a-z][a-z-]*", helps))
-
-
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of its actions."""
-    parser = _Parser(prog=f"triton-openai {COMMAND}", description=PURPOSE, epilog=_EPILOG, allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
-    commands: dict[str, argparse.ArgumentParser] = {}
+def add_options(parser: CommandParser) -> None:
+    """Add the actions of ``batch``, and the options of each, to its *parser*."""
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=CommandParser)
+    commands: dict[str, CommandParser] = {}
     for name, about in _ABOUT.items():
         command = actions.add_parser(name, description=about, help=about, epilog=_EPILOG, allow_abbrev=False)
         command.add_argument(
@@ -151,10 +135,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     fetch.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="The file to write.")
     fetch.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     fetch.add_argument("--partial", action="store_true", help="Of a batch that runs, write the results until now.")
-    return parser, commands
+    parser.arguments.append((("action",), {"choices": list(_ABOUT)}))
+    known = {names for names, _ in parser.arguments}
+    for command in commands.values():
+        parser.arguments += [(names, keywords) for names, keywords in command.arguments if names not in known]
+        known.update(names for names, _ in command.arguments)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: CommandParser) -> None:
     """Add the options of ``run``."""
     parser.add_argument(
         "input",
@@ -168,53 +156,68 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", "--output-file", metavar="FILE", type=Path, required=True, help="The file of answers."
     )
     reading = parser.add_argument_group("prompts")
-    reading.add_argument("--model", metavar="NAME", default="", help="The model. (default: the only one there)")
-    reading.add_argument(
+    parser.add_to(reading, "--model", metavar="NAME", default="", help="The model. (default: the only one there)")
+    parser.add_to(
+        reading,
         "--prompt",
         metavar="TEMPLATE",
         help="The prompt, with fields of the row in braces: 'Summarize: {text}'. "
         "(default: {prompt}; of a text file {text}, its line)",
     )
-    reading.add_argument("--system", metavar="TEXT", help="The system message of each request.")
-    reading.add_argument(
-        "--id", dest="id_field", metavar="FIELD", help="The field with the name of a row. (default: its number)"
+    parser.add_to(reading, "--system", metavar="TEXT", help="The system message of each request.")
+    parser.add_to(
+        reading,
+        "--id",
+        dest="id_field",
+        metavar="FIELD",
+        help="The field with the name of a row. (default: its number)",
     )
-    reading.add_argument("--format", choices=["text", "csv", "jsonl", "requests"], help="How to read the input.")
-    reading.add_argument(
+    parser.add_to(reading, "--format", choices=["text", "csv", "jsonl", "requests"], help="How to read the input.")
+    parser.add_to(
+        reading,
         "--endpoint",
         metavar="PATH",
         default="/v1/chat/completions",
         help="What prompts are sent to: chat/completions, completions, responses or embeddings. (default: %(default)s)",
     )
-    reading.add_argument("--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
-    reading.add_argument("--temperature", metavar="N", type=float, help="The sampling temperature.")
-    reading.add_argument("--body", metavar="JSON", default="{}", help="Further fields of each request.")
+    parser.add_to(reading, "--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
+    parser.add_to(reading, "--temperature", metavar="N", type=float, help="The sampling temperature.")
+    parser.add_to(reading, "--body", metavar="JSON", default="{}", help="Further fields of each request.")
     sending = parser.add_argument_group("sending")
-    sending.add_argument(
-        "--live", action="store_true", help="Send requests one by one instead of a batch: to any OpenAI-compatible URL."
+    parser.add_to(
+        sending,
+        "--live",
+        action="store_true",
+        help="Send requests one by one instead of a batch: to any OpenAI-compatible URL.",
     )
-    sending.add_argument(
-        "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
+    parser.add_to(
+        sending, "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
     )
-    sending.add_argument(
-        "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
+    parser.add_to(
+        sending, "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
     )
-    sending.add_argument(
-        "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
+    parser.add_to(
+        sending, "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
     )
-    sending.add_argument(
+    parser.add_to(
+        sending,
         "--window",
         metavar="HOURS",
         type=_window,
         default="24h",
         help="Of a batch: the hours in which it must end, 1h to 168h. (default: 24h)",
     )
-    sending.add_argument(
-        "--lines-per-batch", metavar="N", type=_count, default=50_000, help="More become several. (default: 50000)"
+    parser.add_to(
+        sending,
+        "--lines-per-batch",
+        metavar="N",
+        type=_count,
+        default=50_000,
+        help="More become several. (default: 50000)",
     )
     writing = parser.add_argument_group("answers")
-    writing.add_argument("--ordered", action="store_true", help="Write the answers in the order of the input.")
-    writing.add_argument("--overwrite", action="store_true", help="Begin again, and replace the output.")
+    parser.add_to(writing, "--ordered", action="store_true", help="Write the answers in the order of the input.")
+    parser.add_to(writing, "--overwrite", action="store_true", help="Begin again, and replace the output.")
 
 
 def _window(text: str) -> str:

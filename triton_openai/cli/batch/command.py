@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from functools import partial
 from hashlib import sha256
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_openai.cli.batch.answers import ResultFile, RunFiles, State, errors_path
-from triton_openai.cli.batch.arguments import BatchOptions, parse
+from triton_openai.cli.batch.arguments import BatchOptions, batch_options
 from triton_openai.cli.batch.client import Client, RequestFailure, persistent, shown_url
 from triton_openai.cli.batch.live import LiveRun
 from triton_openai.cli.batch.progress import duration, lines_text, progress_for, short
@@ -33,14 +33,14 @@ _INTERRUPTED = 130
 _NO_SUCH_PATH = (404, 405, 501)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(parsed: Mapping[str, Any]) -> int:
     """
-    Run the command that *arguments* ask for, and return its exit status.
+    Run the command with the options that were *parsed*, and return its exit status.
 
     0: every line was answered; 1: lines or the command failed; 130: it was interrupted. Raises
-    :class:`ConfigurationError` for wrong arguments or a wrong input.
+    :class:`ConfigurationError` for wrong options or a wrong input.
     """
-    options = parse(arguments)
+    options = batch_options(parsed)
     try:
         return asyncio.run(_interruptible(options))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Signs of trouble, at which fewer lines run: live requests that wait, and queues in front of engines."""
+"""Signs of congestion, at which fewer lines run: live requests that wait, and queues in front of engines."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _log = structlog.get_logger(__name__)
 _FEW_LINES = 1
 
 
-class Trouble:
-    """Looks for trouble, and shrinks *limits*. *first_tokens* shows how long live requests wait."""
+class CongestionMonitor:
+    """Looks for congestion, and shrinks *limits*. *first_tokens* shows how long live requests wait."""
 
     def __init__(self, host: Host, first_tokens: FirstTokens, limits: ModelLimits) -> None:
         self._host = host
         self._first_tokens = first_tokens
         self._limits = limits
         self._queues = EngineQueues()
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._reading: asyncio.Task[None] | None = None
 
-    def look(self) -> None:
-        """Look for trouble, at most once in a while."""
+    def check(self) -> None:
+        """Look for congestion, at most once in a while."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + timing.POLL
+        self._next_check = now + timing.POLL
         for target in {*self._limits.targets, *self._first_tokens.models}:
-            self._look_at_first_tokens(target)
+            self._check_first_tokens(target)
         if self._limits.running and (self._reading is None or self._reading.done()):
             # In a task: nothing waits for a Triton whose metrics do not come.
             self._reading = asyncio.create_task(self._read_queues())
 
-    def _look_at_first_tokens(self, target: str) -> None:
+    def _check_first_tokens(self, target: str) -> None:
         waits = self._first_tokens.of(target)
         running = self._limits.running_for(target)
         if running > self._limits.allowed().get(target, 0):
