@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import pytest
 from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
 
 _BODY = {"model": "ensemble", "prompt": steered(text="one two three"), "max_tokens": 8}
@@ -77,15 +77,15 @@ def workers(
 
 def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> None:
     """The banner comes once, each line of the log has its worker, and hundreds of requests at once are served."""
-    with workers(tmp_path, triton, 3) as service:
+    with workers(tmp_path, triton, 2) as service:
         (directory,) = directories(tmp_path)
         assert 0o700 == directory.stat().st_mode & 0o777
         assert list(directory.glob("*.db"))
         with ThreadPoolExecutor(64) as clients:
             statuses = {
-                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(400))
+                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(200))
             }
-        until(lambda: answered_by(service) == {0, 1, 2})
+        until(lambda: answered_by(service) == {0, 1})
         processes = pids(service)
         service.process.terminate()
         out, _ = service.process.communicate(timeout=60)
@@ -256,16 +256,18 @@ def _whole(connection: http.client.HTTPConnection, body: dict[str, Any]) -> bool
         return False
 
 
-def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
+def test_settings_that_no_worker_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Settings that no worker can use end the command with one sentence and status 2, as with one process."""
-    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", "--adapter", "none"]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    status = main(["serve", "--port", "0", "--workers", "2", "--adapter", "none"])
 
-    problems = [line for line in ended.stderr.splitlines() if line.startswith("triton-openai:")]
-    assert (2, "", 1) == (ended.returncode, ended.stdout, len(problems))
+    out, err = capfd.readouterr()
+    problems = [line for line in err.splitlines() if line.startswith("triton-openai:")]
+    assert (2, "", 1) == (status, out, len(problems))
     assert "none" in problems[0]
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in err
     assert [] == directories(tmp_path)
 
 
