@@ -88,7 +88,7 @@ async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path) -> None:
             return await asyncio.to_thread(stack.enter_context, started)
 
         # Started together, because that takes longest; the balancer hears of each when its time has come.
-        replicas = [replica("old-0", 1), replica("old-1", 2), replica("new-0", 2), replica("new-1", 1)]
+        replicas = [replica("old-0", 1), replica("old-1", 2), replica("new-0", 1), replica("new-1", 1)]
         *old, first, second = await asyncio.gather(*replicas)
         for service in old:
             await follower.add(service.port)
