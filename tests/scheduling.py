@@ -15,6 +15,8 @@ _TOGETHER = (
     # last to end.
     ("tests/faults/test_clients.py", "tests/faults/test_connections.py", "tests/faults/test_triton.py"),
     tuple(f"tests/faults/test_{name}.py" for name in ("batches", "log", "responses", "workers")),
+    # A Triton with recognizers of speech.
+    tuple(f"tests/conformance/test_{name}.py" for name in ("realtime", "realtime_state", "transcriptions")),
     # PostgreSQL, and an S3 server for the first two.
     ("tests/unit/api/test_uploaded_files.py", "tests/unit/batches/"),
     ("tests/unit/api/test_stored_chats.py", "tests/unit/storage/"),

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.cases import every_case
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
+from tests.extended import examples
 from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai import offload
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -337,6 +338,7 @@ FORCED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sampled
 @every_case("mode", FORCED)
 async def test_a_forced_answer_cut_at_every_token(tooled, mode):
     """
@@ -347,9 +349,11 @@ async def test_a_forced_answer_cut_at_every_token(tooled, mode):
     choice, text = FORCED[mode]
     prompt = steered(text=text)
     answers: list[tuple[Any, bool]] = []
-    while not answers or answers[-1][1]:
-        answers.append(await everywhere(tooled, choice, prompt, len(answers) + 1))
-        assert len(answers) < 100
+    for limit in range(1, 200, 200 // examples(200, few=50)):
+        answers.append(await everywhere(tooled, choice, prompt, limit))
+        if not answers[-1][1]:
+            break
+    assert not answers[-1][1], "the answer is longer than all limits"
     *cut, (whole, _) = answers
     assert ["get_weather", "get_time"][: len(whole)] == [name for name, _ in whole]
     seen = 0

@@ -22,6 +22,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from tests.conformance.calls import in_session_loop
+from tests.extended import examples
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, serving
 from tests.speech import RATE, SENTENCE, WORDS, encoded, muxed, speak, wav
 from tests.standins.repository import RECOGNIZERS
@@ -494,10 +495,12 @@ async def test_seconds_that_were_heard(recognizers: TestTriton, monkeypatch: pyt
     assert threading.main_thread() not in importing
 
 
+@pytest.mark.sampled
 async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings bound how many files are held at the same time; the others wait unread, and all are answered."""
     file = wav(speak(SENTENCE))
     held: list[int] = []
+    count = examples(100, few=40)
     limits = AudioLimits(max_total_size=12 * len(file))
     async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
         await proxy.ready()
@@ -508,9 +511,9 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
             return await reading(*arguments, **options)
 
         monkeypatch.setattr(transcriptions, "form_of", watched)
-        answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(100)))
+        answers = await asyncio.gather(*(send(proxy, file, model="infer_bls", language="en") for _ in range(count)))
         assert {(200, TEXT)} == {(answer.status, answer.json["text"]) for answer in answers}
-        assert 100 == len(held)
+        assert count == len(held)
         assert 2 * len(file) < max(held) <= limits.max_total_size
         assert 0 == proxy.client.app[SERVICE].media.reserved
 

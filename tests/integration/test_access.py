@@ -252,7 +252,7 @@ async def test_a_restricted_group(group: Any) -> None:
                 *(("admin-key: x", "admin-key: secret"), ("admin-key: secret", "admin-key: x")),
                 *(("admin-key: Secret",), ("admin-key: secre",), ("admin-key:",), ("admin_key: secret",)),
             )
-            for headers in wrong if is_closed else wrong[:1]:
+            for headers in wrong if is_closed and path in spelled() else wrong[:1]:
                 assert (401 == (await raw(proxy, method, path, *headers))[0]) == is_closed
             assert 401 != (await raw(proxy, method, path, "Admin-Key: secret"))[0]
 

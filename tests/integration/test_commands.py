@@ -12,16 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
+from tests.clients.service import serving, until
 from tests.programs import needs
 from triton_openai.cli import main
 from triton_openai.cli.banner import Banner, render_banner
@@ -48,20 +46,6 @@ def _run(*arguments: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@contextlib.contextmanager
-def _serving(*arguments: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    # The log goes nowhere, so that an unread pipe cannot fill up and stop the service.
-    process = _start("serve", "--port", "0", "--log-format", "json", "--log-level", "error", *arguments, **environ)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def _inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Run ``inspect`` in this process: as one of its own, half of the time would be that of imports."""
     return main(["inspect", *arguments]), *capsys.readouterr()
@@ -76,21 +60,17 @@ def _status(url: str) -> int:
         return error.code
 
 
-def _until(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_banner_for_machines(triton) -> None:
+def test_banner_for_machines(triton, tmp_path: Path) -> None:
     """One JSON line names every model with its adapter, its aliases and where all of it is; SIGINT ends it cleanly."""
     urls = f"{triton.http_url},{triton.grpc_url}"
-    with _serving("--alias", "gpt-4o=ensemble", TRITON_OPENAI_TRITON_URL=urls) as (process, banner):
+    arguments = ("--log-level", "error", "--alias", "gpt-4o=ensemble")
+    with serving(tmp_path, *arguments, fork=False, TRITON_OPENAI_TRITON_URL=urls) as service:
+        banner = service.banner
         models = {model["name"]: model for model in banner["models"]}
-        assert _status(f"{banner['address']}/health/ready") == 200
-        process.send_signal(signal.SIGINT)
-        assert (("", ""), 0) == (process.communicate(timeout=60), process.returncode)
+        assert service.status("/health/ready") == 200
+        service.process.send_signal(signal.SIGINT)
+        out, _ = service.process.communicate(timeout=60)
+        assert ("", [], 0) == (out, service.log_lines(), service.process.returncode)
 
     assert ("serving", True, urls.split(",")) == (banner["event"], banner["triton_answers"], banner["triton"])
     assert {"level", "timestamp"} <= banner.keys()
@@ -117,12 +97,12 @@ def test_banner_for_people(triton) -> None:
     assert re.search(r'base_url="http://127\.0\.0\.1:\d+/v1"', text)
 
 
-def test_a_triton_that_is_down_is_waited_for() -> None:
+def test_a_triton_that_is_down_is_waited_for(tmp_path: Path) -> None:
     """Without a Triton the service starts, lives, and says that it is not ready."""
-    with _serving("--triton-url", "http://127.0.0.1:9") as (_, banner):
-        assert (False, []) == (banner["triton_answers"], banner["models"])
-        assert _status(f"{banner['address']}/health/live") == 200
-        assert _status(f"{banner['address']}/health/ready") == 503
+    with serving(tmp_path, "--triton-url", "http://127.0.0.1:9") as service:
+        assert (False, []) == (service.banner["triton_answers"], service.banner["models"])
+        assert service.status("/health/live") == 200
+        assert service.status("/health/ready") == 503
 
 
 def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
@@ -203,54 +183,53 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
     for name, config in (("misspelt", 'bakend: "python"'), ("empty", 'backend: "python"')):
         (repository.path / name).mkdir()
         (repository.path / name / "config.pbtxt").write_text(config)
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("triton: {refresh_interval: 0.2}")
-    with _serving("--model-repository", str(repository.path), "--config", str(settings)) as (process, banner):
-        ready = f"{banner['address']}/health/ready"
-        states = {model["name"]: model["state"] for model in banner["models"]}
+    settings = {"triton": {"refresh_interval": 0.2}}
+    arguments = ("--log-level", "error", "--model-repository", str(repository.path))
+    with serving(tmp_path, *arguments, settings=settings) as service:
+        process = service.process
+        states = {model["name"]: model["state"] for model in service.banner["models"]}
         broken = "not ready: Internal: RuntimeError: on purpose"
         assert {"text_embedding": "ready", "broken": broken, "misspelt": "not loaded"} == states
-        assert _status(ready) == 200
+        assert service.status("/health/ready") == 200
 
         (first,) = _tritons_of(process.pid)
         os.kill(first, signal.SIGKILL)
-        _until(lambda: _status(ready) == 503)
-        _until(lambda: _status(ready) == 200)
+        until(lambda: service.status("/health/ready") == 503)
+        until(lambda: service.status("/health/ready") == 200)
         (second,) = _tritons_of(process.pid)
 
         process.terminate()
         assert process.wait(30) == 0
         assert first != second
-        assert process.stderr is not None
-        told = [line for line in map(json.loads, process.stderr) if line["event"] == "model could not be loaded"]
+        lines = map(json.loads, service.log_lines())
+        told = [line for line in lines if line["event"] == "model could not be loaded"]
         reasons = {"broken": "on purpose", "misspelt": "failed to read text proto", "empty": "at least one version"}
         assert [] == [line for line in told if reasons.pop(line["model"]) not in line["reason"]]
         assert {} == reasons
-        _until(lambda: not Path(f"/proc/{second}").exists())
+        until(lambda: not Path(f"/proc/{second}").exists())
 
 
 def test_models_at_run_time(tmp_path: Path) -> None:
     """A Triton started here has the models that are named, loads others when asked, and listens for its own clients."""
-    repository = build_repository(tmp_path, models=["text_embedding", "text_rerank"])
-    arguments = ("--model-repository", str(repository.path), "--model-control-mode", "explicit")
+    repository = build_repository(tmp_path / "repository", models=["text_embedding", "text_rerank"])
+    arguments = ("--log-level", "error", "--model-repository", str(repository.path))
+    arguments += ("--model-control-mode", "explicit", "--load-model", "text_embedding")
     ports = free_ports(2)
     listen = ("--enable-kserve-frontends", "--kserve-http-port", str(ports[0]), "--kserve-grpc-port", str(ports[1]))
-    with _serving(*arguments, "--load-model", "text_embedding", *listen) as (process, banner):
+    with serving(tmp_path, *arguments, *listen) as service:
         # The other one is there, and waits.
-        states = {model["name"]: model["state"].partition(":")[0] for model in banner["models"]}
+        states = {model["name"]: model["state"].partition(":")[0] for model in service.banner["models"]}
         assert {"text_embedding": "ready", "text_rerank": "not loaded"} == states
-        load = urllib.request.Request(f"{banner['base_url']}/models/text_rerank/load", method="POST")
-        with urllib.request.urlopen(load, timeout=30) as response:
-            assert "text_rerank" == json.load(response)["id"]
+        assert "text_rerank" == service.send("POST", "/v1/models/text_rerank/load").json["id"]
         over_http, over_grpc = f"http://127.0.0.1:{ports[0]}", f"grpc://127.0.0.1:{ports[1]}"
-        assert [over_http, over_grpc] == banner["triton"]
+        assert [over_http, over_grpc] == service.banner["triton"]
         assert _status(f"{over_http}/v2/models/text_rerank/ready") == 200
         with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
             assert client.is_model_ready("text_rerank")
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        service.process.send_signal(signal.SIGTERM)
+        out, _ = service.process.communicate(timeout=60)
 
-    assert (0, "", "") == (process.returncode, out, err)
+        assert (0, "", []) == (service.process.returncode, out, service.log_lines())
 
 
 @pytest.mark.parametrize(

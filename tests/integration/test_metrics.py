@@ -1,13 +1,9 @@
-"""The numbers add up: after mixed traffic on a real Triton, and over several processes."""
+"""The numbers add up after mixed traffic on a real Triton."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from tests.conformance.calls import ask, request, steered
 from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.telemetry.metric_files import forget_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = {"include_usage": True}
@@ -193,95 +188,6 @@ async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
     assert 0 == found.sum("gen_ai_server_time_per_output_token_seconds_count", **model)
     assert 0 == found.sum("triton_openai_time_between_tokens_seconds_count", model="ensemble_nonstreaming")
     assert 4 <= found.sum("triton_openai_tokens_total", model="ensemble_nonstreaming", type="output")
-
-
-class WorkerProcess:
-    """One worker, and ways to ask it."""
-
-    def __init__(self, process: subprocess.Popen[str], port: int, index: int) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-        self.index = index
-
-    async def scrape(self, session: aiohttp.ClientSession) -> Scrape:
-        """Return what it says of all of them."""
-        async with session.get(f"{self.url}/metrics") as response:
-            assert 200 == response.status
-            return Scrape(await response.text())
-
-    async def ask(self, session: aiohttp.ClientSession, **orders: Any) -> int:
-        """Ask something, and return how many tokens the answer has."""
-        body = {"model": "ensemble", "prompt": steered(**orders)}
-        async with session.post(f"{self.url}/v1/completions", json=body) as response:
-            assert 200 == response.status, await response.text()
-            return int((await response.json())["usage"]["completion_tokens"])
-
-
-@contextlib.contextmanager
-def worker(index: int, folder: Path, url: str, environment: Mapping[str, str]) -> Iterator[WorkerProcess]:
-    """Run worker *index* of two."""
-    command = [sys.executable, "-m", "tests.worker_process", str(index), "2", str(folder), url]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        yield WorkerProcess(process, int(line or 0), index)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
-    """Each of them answers for all; one that is killed takes along what it had running, not what it had counted."""
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    url = triton.http_url
-    async with aiohttp.ClientSession() as session:
-        with worker(0, tmp_path, url, environment) as one:
-            with worker(1, tmp_path, url, environment) as other:
-                tokens = 0
-                for each in (one, other, other):
-                    tokens += await each.ask(session, text="one two three")
-                found = [await each.scrape(session) for each in (one, other)]
-                for seen in found:
-                    assert 3 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
-                    assert tokens == seen.sum("triton_openai_tokens_total", type="output")
-                    assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_count")
-                    assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_bucket", le="+Inf")
-                    assert (0, 2, 0) == (
-                        seen.sum("triton_openai_requests_running"),
-                        seen.sum("triton_openai_workers"),
-                        seen.sum("triton_openai_workers_replaced_total"),
-                    )
-                streams = [
-                    await session.post(
-                        f"{each.url}/v1/completions",
-                        json={
-                            "model": "ensemble",
-                            "prompt": steered(text="a ", repeat=2000, delay_ms=50),
-                            "max_tokens": 2000,
-                            "stream": True,
-                        },
-                    )
-                    for each in (one, other)
-                ]
-                for stream in streams:
-                    await stream.content.readany()
-                assert 2 == (await one.scrape(session)).sum("triton_openai_requests_running", model="ensemble")
-                other.process.kill()
-                other.process.wait()
-                forget_worker(tmp_path, 1)
-                assert 1 == (await one.scrape(session)).sum("triton_openai_requests_running", model="ensemble")
-                streams[0].close()
-            with worker(1, tmp_path, url, environment) as successor:
-                tokens += await successor.ask(session, text="one two three")
-                running = "triton_openai_requests_running"
-                while (seen := await successor.scrape(session)).sum(running):  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.02)
-                assert 4 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
-                assert tokens <= seen.sum("triton_openai_tokens_total", type="output")
-                assert 1 == seen.sum("triton_openai_workers_replaced_total")
-                # One file of each kind for each worker, however often it was replaced.
-                assert 10 == len(list(tmp_path.glob("*.db")))  # noqa: ASYNC240 - ten names
 
 
 def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_a_request_reads_templates_again(configured: Configured, triton: TestTri
     configured.agree(lambda: "second Hello" in prompt(), True)
 
 
+# With one process, other tests read the file again.
+@pytest.mark.parametrize("running", [pytest.param(1, marks=pytest.mark.extended), 2], indirect=True, ids=["one", "two"])
 @pytest.mark.parametrize(
     "change, named",
     [

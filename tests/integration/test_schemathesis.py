@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests import described
 from tests.clients.service import Service, serving, steered
+from tests.extended import examples
 from tests.triton_fixture import TestTriton
 from triton_openai.api.routes import OPERATIONS as ROWS
 from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob
@@ -31,10 +32,10 @@ _DOING: Mapping[JobType, tuple[str, ...]] = {
 }
 MODELS = {each.path: _DOING[each.jobs[0]] for each in ROWS if _DOING.keys() & each.jobs[:1]}
 #: Requests that are made up for an operation; one for those that are another one under another path.
-EXAMPLES = {"/v1/chat/completions": 50, "/v1/completions": 50}
-FEW = 15
+EXAMPLES = {"/v1/chat/completions": examples(50, few=20), "/v1/completions": examples(50, few=20)}
+OTHERS = examples(15, few=5)
 #: Of those that are wrong: ``make hostile`` sends many more.
-WRONG = 8
+WRONG = examples(8, few=2)
 
 OPERATIONS = [
     (path, method, operation)
@@ -43,8 +44,6 @@ OPERATIONS = [
 ]
 # Not needed by themselves: one of them, or two, is what a request is about.
 _SUBSTANCE = {"prompt", "text_1", "text_2"}
-NAMES = [f"{method} {path}" for path, method, _ in OPERATIONS]
-WITH_BODY = [(path, method) for path, method, operation in OPERATIONS if "requestBody" in operation]
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +124,12 @@ def mended(case: Any, model: str, draw: Any, needed: frozenset[str]) -> Any:
     return named(case, model)
 
 
-def ask(service: Service, path: str, method: str, examples: int, *, right: bool) -> list[int]:
+def ask(service: Service, path: str, method: str, count: int, *, right: bool) -> list[int]:
     """Ask for an operation and return the statuses of the answers."""
     statuses = []
 
     @settings(
-        max_examples=examples,
+        max_examples=count,
         derandomize=True,
         database=None,
         deadline=None,
@@ -151,23 +150,39 @@ def ask(service: Service, path: str, method: str, examples: int, *, right: bool)
     return statuses
 
 
-def is_alias(path: str, method: str) -> bool:
+def is_alias(operation: Mapping[str, Any]) -> bool:
     """Return whether an operation is another one under another path."""
-    return "The same as" in described.document()["paths"][path][method].get("description", "")
+    return "The same as" in operation.get("description", "")
 
 
-@pytest.mark.parametrize("path, method", [(path, method) for path, method, _ in OPERATIONS], ids=NAMES)
-def test_what_is_right(service: Service, path: str, method: str) -> None:
+def parameters(path: str, method: str, operation: Mapping[str, Any], count: int) -> Any:
+    """Return the arguments of a test that asks for an operation *count* times, or once if it is an alias."""
+    name = f"{method} {path}"
+    if is_alias(operation):
+        return pytest.param(path, method, 1, marks=pytest.mark.extended, id=name)
+    return pytest.param(path, method, count, id=name)
+
+
+ALL = [parameters(path, method, operation, EXAMPLES.get(path, OTHERS)) for path, method, operation in OPERATIONS]
+WITH_BODY = [
+    parameters(path, method, operation, WRONG)
+    for path, method, operation in OPERATIONS
+    if "requestBody" in operation and path.startswith("/v1/")
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("path, method, count", ALL)
+def test_what_is_right(service: Service, path: str, method: str, count: int) -> None:
     """Requests that the description allows have an answer that it knows; some are refused by the models."""
-    alias = is_alias(path, method)
-
-    statuses = ask(service, path, method, 1 if alias else EXAMPLES.get(path, FEW), right=True)
+    statuses = ask(service, path, method, count, right=True)
 
     # Where there are many, some ask for nothing that a model refuses.
-    assert alias or path not in EXAMPLES or 200 in statuses
+    assert count < 20 or 200 in statuses
 
 
-@pytest.mark.parametrize("path, method", [place for place in WITH_BODY if place[0].startswith("/v1/")])
-def test_what_is_wrong(service: Service, path: str, method: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("path, method, count", WITH_BODY)
+def test_what_is_wrong(service: Service, path: str, method: str, count: int) -> None:
     """Requests that the description does not allow are refused."""
-    ask(service, path, method, 1 if is_alias(path, method) else WRONG, right=False)
+    ask(service, path, method, count, right=False)

@@ -57,7 +57,8 @@ def test_what_still_runs_is_told(triton: TestTriton, tmp_path: Path, transport: 
     )
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+# Two workers end behind a real balancer in `test_rolling.py`.
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.extended)])
 def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) -> None:
     """
     During the delay the service says that it is not ready, and serves; every answer closes its connection.

@@ -23,6 +23,7 @@ from tests.reading import Reading
 from tests.tls_fixture import Authority, relaying
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
+from triton_openai.cli import main
 from triton_openai.config import files as watched_files
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import Settings, TlsSettings, TritonAccess, TritonSettings
@@ -242,14 +243,11 @@ def test_the_command_and_the_official_client(triton: TestTriton, authority: Auth
                 client.models.list()
 
 
-def test_files_that_cannot_be_used_end_the_command(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_end_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence, status 2, before anything else is begun."""
-    absent = tmp_path / "absent.pem"
+    absent = str(tmp_path / "absent.pem")
     for arguments in (["--tls-certificate", absent], ["--triton-ca", absent, "--triton-url", "https://127.0.0.1:1"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "triton_openai", "serve", "--port", "0", *map(str, arguments)],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert 2 == done.returncode
-        assert f"The file {absent} given by {arguments[0]} cannot be read: No such file or directory." in done.stderr
-        assert "Traceback" not in done.stderr
+        assert 2 == main(["serve", "--port", "0", *arguments])
+        err = capsys.readouterr().err
+        assert f"The file {absent} given by {arguments[0]} cannot be read: No such file or directory." in err
+        assert "Traceback" not in err

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import pytest
 from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
 
 _BODY = {"model": "ensemble", "prompt": steered(text="one two three"), "max_tokens": 8}
@@ -56,6 +56,11 @@ def engine_requests(events: list[dict[str, Any]], length: int) -> int:
     )
 
 
+def scrape(connection: http.client.HTTPConnection) -> Scrape:
+    """Return the metrics as the worker that has *connection* answers them."""
+    return Scrape(exchange(connection, "GET", "/metrics").body.decode())
+
+
 def directories(folder: Path) -> list[Path]:
     return list(folder.glob("triton-openai-*"))
 
@@ -76,18 +81,25 @@ def workers(
 
 
 def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> None:
-    """The banner comes once, each line of the log has its worker, and hundreds of requests at once are served."""
-    with workers(tmp_path, triton, 3) as service:
+    """
+    The banner comes once, each line of the log has its worker, and hundreds of requests at once are served.
+
+    Service managers send SIGTERM to every process of a service, which counts once: running streams finish all the same.
+    """
+    stream = _stream(62, repeat=5, delay_ms=50)
+    with workers(tmp_path, triton, 2, "--shutdown-grace", "60") as service, ThreadPoolExecutor(64) as clients:
         (directory,) = directories(tmp_path)
         assert 0o700 == directory.stat().st_mode & 0o777
         assert list(directory.glob("*.db"))
-        with ThreadPoolExecutor(64) as clients:
-            statuses = {
-                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(400))
-            }
-        until(lambda: answered_by(service) == {0, 1, 2})
+        replies = clients.map(lambda _: service.post("/v1/completions", _BODY), range(200))
+        statuses = {reply.status for reply in replies}
+        until(lambda: answered_by(service) == {0, 1})
         processes = pids(service)
-        service.process.terminate()
+        endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
+        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 120)
+        for pid in (service.process.pid, *processes.values()):
+            os.kill(pid, signal.SIGTERM)
+        assert [True] * 8 == [ending.result(60) for ending in endings]
         out, _ = service.process.communicate(timeout=60)
 
     assert ({200}, 0, "") == (statuses, service.process.returncode, out)
@@ -101,11 +113,27 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
     The streams of a worker that dies are cut; others go on, new requests are answered, and its successor has its
     number.
 
-    One that is ended by hand is replaced too. The port stays open: at no moment is anybody turned away.
+    One that is ended by hand is replaced too. The port stays open: at no moment is anybody turned away. The metrics are
+    those of all workers; one that is killed takes along what it had running, not what it had counted.
     """
     with workers(tmp_path, triton, 2) as service:
         before = pids(service)
         connections = connections_to_all(service)
+        of_worker = dict(connections)
+        short = {**_stream(8, delay_ms=5), "stream_options": {"include_usage": True}}
+        replies = [exchange(of_worker[worker], "POST", "/v1/completions", short) for worker in (0, 1, 1)]
+        tokens = sum(json.loads(reply.events[-2])["usage"]["completion_tokens"] for reply in replies)
+        for connection in of_worker.values():
+            seen = scrape(connection)
+            assert 3 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
+            assert tokens == seen.sum("triton_openai_tokens_total", type="output")
+            assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_count")
+            assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_bucket", le="+Inf")
+            assert (0, 2, 0) == (
+                seen.sum("triton_openai_requests_running"),
+                seen.sum("triton_openai_workers"),
+                seen.sum("triton_openai_workers_replaced_total"),
+            )
         # Those of the worker that is killed would take minutes, so that they are running then.
         streams = [_stream(61, repeat=10, delay_ms=50 if index else 3000) for index, _ in connections]
         with ThreadPoolExecutor(len(connections)) as clients:
@@ -114,9 +142,15 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
                 for (_, connection), body in zip(connections, streams, strict=True)
             ]
             triton.record.wait_for(lambda events: engine_requests(events, 61) == len(connections), 120)
+            assert 0 < _metrics(service).sum("triton_openai_requests_running", model="ensemble")
             os.kill(before[0], signal.SIGKILL)
             statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
             until(lambda: pids(service)[0] != before[0])
+        until(lambda: not _metrics(service).sum("triton_openai_requests_running"))
+        counted = _metrics(service)
+        (directory,) = directories(tmp_path)
+        # One file of each kind for each worker, however often it was replaced.
+        files = list(directory.glob("*.db"))
         after = pids(service)
         ended = [line for line in log_of(service) if line["event"] == "worker ended"]
         os.kill(after[1], signal.SIGTERM)
@@ -129,7 +163,13 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
     assert [(0, before[0], "killed by SIGKILL")] == [(line["worker"], line["pid"], line["how"]) for line in ended]
     assert {200} == statuses
     assert before[1] == after[1]
-    assert [index == 1 for index, _ in connections] == [ending.result() for ending in endings]
+    whole = [ending.result() for ending in endings]
+    assert [index == 1 for index, _ in connections] == whole
+    answered = 3 + 10 + whole.count(True)
+    assert answered == counted.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
+    assert tokens < counted.sum("triton_openai_tokens_total", type="output")
+    assert 1 == counted.sum("triton_openai_workers_replaced_total")
+    assert 10 == len(files)
 
 
 def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
@@ -186,7 +226,7 @@ def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
             return connection
 
         def count(name: str) -> float:
-            return Scrape(service.send("GET", "/metrics").body.decode()).sum(f"triton_openai_requests_{name}")
+            return _metrics(service).sum(f"triton_openai_requests_{name}")
 
         running = [ask(0), ask(0), ask(1)]
         until(lambda: count("running") == 3)
@@ -242,6 +282,10 @@ def descriptors(pid: int) -> set[str]:
     return found
 
 
+def _metrics(service: Service) -> Scrape:
+    return Scrape(service.send("GET", "/metrics").body.decode())
+
+
 def _stream(length: int, **orders: Any) -> dict[str, Any]:
     """Return the body of a stream to be known in the record by its *length*, paced as *orders* say."""
     return {**_BODY, "stream": True, "prompt": steered(text="a b c d", **orders), "max_tokens": length}
@@ -256,16 +300,18 @@ def _whole(connection: http.client.HTTPConnection, body: dict[str, Any]) -> bool
         return False
 
 
-def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
+def test_settings_that_no_worker_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Settings that no worker can use end the command with one sentence and status 2, as with one process."""
-    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", "--adapter", "none"]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    status = main(["serve", "--port", "0", "--workers", "2", "--adapter", "none"])
 
-    problems = [line for line in ended.stderr.splitlines() if line.startswith("triton-openai:")]
-    assert (2, "", 1) == (ended.returncode, ended.stdout, len(problems))
+    out, err = capfd.readouterr()
+    problems = [line for line in err.splitlines() if line.startswith("triton-openai:")]
+    assert (2, "", 1) == (status, out, len(problems))
     assert "none" in problems[0]
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in err
     assert [] == directories(tmp_path)
 
 
@@ -283,15 +329,3 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
         assert 200 == service.status("/health/ready")
         service.process.terminate()
         assert 0 == service.process.wait(40)
-
-
-def test_a_signal_to_the_whole_group_counts_once(triton: TestTriton, tmp_path: Path) -> None:
-    """Service managers send SIGTERM to every process of a service; running streams finish all the same."""
-    stream = _stream(62, repeat=5, delay_ms=50)
-    with workers(tmp_path, triton, 2, "--shutdown-grace", "60") as service, ThreadPoolExecutor(8) as clients:
-        endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
-        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 120)
-        for pid in (service.process.pid, *pids(service).values()):
-            os.kill(pid, signal.SIGTERM)
-        assert [True] * 8 == [ending.result(60) for ending in endings]
-        assert 0 == service.process.wait(30)
