@@ -107,7 +107,7 @@ class Fleet:
         #: What the engines that report their queue take.
         self.engine_room = EngineRoom()
         self.leasing = Leasing(settings, self.members, self.metrics)
-        self.engine_room.tritons = self.leasing.tritons
+        self.engine_room.tritons = self.leasing.triton_count
         #: Awaited with the models of all Tritons when these have changed.
         self.on_change: OnChange | None = None
         #: The models of all Tritons together.
