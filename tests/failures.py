@@ -66,7 +66,8 @@ class _Failures:
 
 def line_of(name: str, text: str) -> str:
     """Return *name* and the first line of the error that the *text* of a report shows."""
-    lines = _marked(text) or list(reversed(text.splitlines()))
+    # That of a group of errors stands last, in a frame.
+    lines = _marked(text) or [line.strip(" |+-") for line in reversed(text.splitlines())]
     return _short(name, next(filter(None, lines), ""))
 
 

@@ -74,7 +74,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Let the timer raise its error."""
+    """Let the setup and the call take the whole time, also when the test runs once more (`tests/triton_fixture.py`)."""
+    _start_timer(item)
     with _running(item):
         return (yield)
 
@@ -88,12 +89,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Give the teardown the whole time again, also after an error, with which pytest-timeout ends the timer."""
+    """Let the teardown take the whole time again, also after an error, with which pytest-timeout ends the timer."""
+    _start_timer(item)
+    try:
+        with _running(item):
+            return (yield)
+    finally:
+        # What looks after Triton behind it has limits of its own.
+        item.config.hook.pytest_timeout_cancel_timer(item=item)
+
+
+def _start_timer(item: pytest.Item) -> None:
     settings = item.stash.get(_SETTINGS, None)
     if settings is not None and not settings.func_only:
         item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
-    with _running(item):
-        return (yield)
 
 
 @contextmanager

@@ -79,6 +79,7 @@ def test_an_internal_error_hides_no_failed_test(tmp_path: Path) -> None:
 @every_case("text, line", [
     ("x\nE   ValueError: a\nE   more\n\nfile.py:3: ValueError", "n: ValueError: a"),
     ("Traceback:\n  File\nRuntimeError: b\n", "n: RuntimeError: b"),
+    ("  | ExceptionGroup: two\n  +-+--- 1 ---\n    | OSError: c\n    +------\n", "n: OSError: c"),
     ("", "n: "),
     ("E   " + "x" * 999, "n: " + "x" * 237),
 ])  # fmt: skip

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# It waits for processes for some seconds.
+pytestmark = pytest.mark.extended
+
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = """
 import asyncio
