@@ -19,8 +19,8 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.logits_reader import LogitsReader
 from triton_openai.answer.stages import Pipeline
 from triton_openai.answer.thinking_budget import ThinkingStage
-from triton_openai.answer.upstream_call import UpstreamCall, UpstreamClient
-from triton_openai.errors import InvalidAnswer, UpstreamTimeout
+from triton_openai.answer.upstream_call import UpstreamCall, UpstreamClient, silence_error
+from triton_openai.errors import InvalidAnswer
 from triton_openai.generation import AnswerState, Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraDeliveries
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
@@ -265,12 +265,10 @@ class Run(UpstreamCall):
         self._done = None
 
     def _fall_silent(self) -> None:
+        what = "answer"
         if self.progress.steps:
-            what = "no further token"
-        else:
-            what = "no answer"
-        message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.no_answer_cause}"
-        self._fail(UpstreamTimeout(message, code="upstream_silent"))
+            what = "further token"
+        self._fail(silence_error(what, self._silence_limit, self.no_answer_cause))
 
     def _abort(self, error: BaseException | None) -> None:
         self.progress.cancelled = self.progress.finish_reason is None

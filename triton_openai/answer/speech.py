@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.limits import TimeLimits
-from triton_openai.answer.upstream_call import CallProgress, UpstreamCall, UpstreamClient
-from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.answer.upstream_call import CallProgress, UpstreamCall, UpstreamClient, silence_error
+from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.generation import AnswerState, Lora
 from triton_openai.jobs import Speech, SynthesisJob, Voice
 from triton_openai.models.served import ServedModel
@@ -180,12 +180,10 @@ class _PieceCall(UpstreamCall):
                 async with asyncio.timeout(timeout):
                     await self._news.wait()
             except TimeoutError:
+                what = "audio"
                 if self.progress.steps:
-                    what = "no further audio"
-                else:
-                    what = "no audio"
-                message = f"The model sent {what} for {timeout:g} seconds."
-                self._fail(UpstreamTimeout(message, code="upstream_silent"))
+                    what = "further audio"
+                self._fail(silence_error(what, timeout))
         return self._waiting.popleft()
 
     def close(self) -> None:

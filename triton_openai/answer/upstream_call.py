@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from triton_openai.errors import InvalidRequest, Overloaded, ServiceError, UpstreamUnavailable
+from triton_openai.errors import InvalidRequest, Overloaded, ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import AnswerState, Lora
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDeliveries
 from triton_openai.tasks import Background
@@ -368,6 +368,11 @@ class _CollectedCall(UpstreamCall):
         self.progress.steps = 0
         self._collector.clear()
         return None
+
+
+def silence_error(what: str, seconds: float, cause: str = "") -> UpstreamTimeout:
+    """Return the error for a model that sent no *what* for so many *seconds*; *cause* is a sentence about why."""
+    return UpstreamTimeout(f"The model sent no {what} for {seconds:g} seconds.{cause}", code="upstream_silent")
 
 
 async def _send_stop(tracer: CallTracer, lease: Lease, request: InferRequest, delays: Sequence[float]) -> None:

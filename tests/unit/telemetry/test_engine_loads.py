@@ -131,7 +131,7 @@ async def test_a_scrape_whose_client_leaves(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             ended.append("given up")
 
-    monkeypatch.setattr(engine_loads, "gather", hang)
+    monkeypatch.setattr(engine_loads, "all_responses", hang)
     async with FakeTriton(COMPANION) as triton:
         settings = Settings(triton=TritonSettings(url=(triton.url,)))
         async with serving(settings) as proxy:
