@@ -24,6 +24,7 @@ from triton_openai.prompts.origins import CHAT_ORIGINS, MessageOrigin, Origins
 from triton_openai.prompts.parts import Prepared
 from triton_openai.prompts.past_calls import PastCalls
 from triton_openai.prompts.prompt_template import PromptTemplate
+from triton_openai.prompts.results import results_behind_calls
 from triton_openai.prompts.system_messages import SYSTEM_ROLES, merged_system_messages
 from triton_openai.prompts.turns import ANY_ORDER, fit_turns
 
@@ -61,6 +62,8 @@ def prepare(
         else:
             origin = origins.messages[index]
         prepared.append(_prepare(message, template, marks, past_calls, origin))
+    if any(message["role"] == "tool" for message in prepared):
+        prepared = results_behind_calls(prepared)
     if not template.takes_late_system and any(message["role"] in SYSTEM_ROLES for message in prepared[1:]):
         prepared = merged_system_messages(prepared)
     form = template.tool_form

@@ -43,11 +43,24 @@ class TurnProbe:
         rules: dict[str, bool] = {}
         for name, conversation in _CONVERSATIONS.items():
             self._probe(rules, conversation, [name])
-        if self._call_turn is not None:
+        if self._shows_calls(rules):
+            assert self._call_turn is not None, "it is shown"
             self._probe_calls(rules, list(self._call_turn))
+            self._probe(rules, _ORPHAN, ["orphans_as_text"])
+        else:
+            self._probe(rules, _PLAIN_CALL, ["calls_as_text"])
         if not rules:
             return ANY_ORDER
         return TurnRules(**rules)
+
+    def _shows_calls(self, rules: dict[str, bool]) -> bool:
+        """Return whether the template shows calls and their results."""
+        if self._call_turn is None:
+            return False
+        question, call, result = self._call_turn
+        words = [question, call, {**result, "content": _FIRST}]
+        answered = [*words, _assistant(_SECOND), _user(_THIRD)]
+        return self._shows(words, TurnRules(**rules)) or self._shows(answered, TurnRules(**rules))
 
     def _probe_calls(self, rules: dict[str, bool], turn: list[Mapping[str, Any]]) -> None:
         question, call, result = turn
@@ -93,6 +106,25 @@ _CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "merges_assistants": [_user(_FIRST), _assistant(_SECOND), _assistant(_THIRD), _user("?")],
     "fills_assistants": [_user(_FIRST), _assistant(""), _user(_SECOND)],
 }
+
+
+#: A result whose call is not in the conversation.
+_ORPHAN: Sequence[Mapping[str, Any]] = (
+    _user(_FIRST),
+    {"role": "tool", "tool_call_id": "Ab3dE6gH9", "content": _SECOND, "name": "f"},
+    _user(_THIRD),
+)
+#: A call and its result, for a template that has neither.
+_PLAIN_CALL: Sequence[Mapping[str, Any]] = (
+    _user("Probe."),
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "Ab3dE6gH9", "function": {"name": _FIRST, "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "Ab3dE6gH9", "content": _SECOND},
+    _user(_THIRD),
+)
 
 
 def _parallel_calls(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.prompts.parts import Prepared, joined, text_part
+from triton_openai.prompts.results import calls_as_text, orphans_as_text
 from triton_openai.prompts.system_messages import SYSTEM_ROLES
 
 #: The text of a turn that only fills a gap.
@@ -43,6 +44,10 @@ class TurnRules(msgspec.Struct, frozen=True, kw_only=True):
     answers_calls: bool = False
     #: An assistant's turn has one call only.
     splits_calls: bool = False
+    #: Calls and their results become text.
+    calls_as_text: bool = False
+    #: A result without a call before it becomes the user's.
+    orphans_as_text: bool = False
 
 
 #: A template that takes every order of turns.
@@ -56,6 +61,10 @@ def fit_turns(messages: Sequence[dict[str, Any]], rules: TurnRules, *, in_parts:
     *in_parts* is whether content has to be a list of parts.
     """
     fitted = list(messages)
+    if rules.calls_as_text:
+        fitted = calls_as_text(fitted, in_parts=in_parts)
+    elif rules.orphans_as_text:
+        fitted = orphans_as_text(fitted, in_parts=in_parts)
     if rules.system_in_user:
         fitted = _with_system_in_user(fitted)
     if rules.splits_calls:

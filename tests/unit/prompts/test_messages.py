@@ -18,7 +18,8 @@ from triton_openai.prompts.template import ChatTemplate
 
 DECODER = msgspec.json.Decoder(list[Message])
 
-STRING = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", name="string")
+_CALLS = "{% for c in m.tool_calls or () %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+STRING = ChatTemplate(f"{{% for m in messages %}}{{{{ m.content }}}}{_CALLS}{{% endfor %}}", name="string")
 PARTS = ChatTemplate(
     "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", name="parts"
 )

@@ -62,6 +62,22 @@ HABITS = {
         "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
         "{% else %}{{ ns.s }}{% set ns.s = '' %}" + WRITE + "{% endif %}{% endfor %}"
     ),
+    # Gemma, Llama 2: neither calls nor results, and roles that alternate
+    "no calls": (
+        "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate.') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+        "{% endfor %}"
+    ),
+    # Granite 3.0 as it was converted
+    "calls and results are left out": (
+        "{% for m in messages if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ),
+    # Gemma 4: results are looked for behind their calls
+    "results behind calls": (
+        "{% for m in messages if m.role != 'tool' %}" + WRITE + "{% if m.tool_calls %}{% set ns = namespace(go=true) %}"
+        "{% for r in messages[messages.index(m) + 1:] %}{% if r.role != 'tool' %}{% set ns.go = false %}{% endif %}"
+        "{% if ns.go %}<{{ r.tool_call_id + '' }}>{{ r.content }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    ),
     "the user begins": refusing(
         "not p and m.role not in ['user', 'system'] or p and p.role == 'system' and m.role != 'user'"
     ),
@@ -116,6 +132,9 @@ CONVERSATIONS: dict[str, Sequence[dict[str, Any]]] = {
     "two calls, results the other way round": [user("one"), call("f", "g"), result("g"), result("f"), user("two")],
     "calls after calls": [user("one"), call("f"), result("f"), call("g"), result("g"), assistant("two")],
     "an empty answer": [user("one"), assistant(""), user("two")],
+    "a result without a call": [user("one"), result("z"), user("two")],
+    "a system message before a result": [user("one"), call("f"), system("more"), result("f"), user("two")],
+    "a result without an id": [user("one"), call("f"), {"role": "tool", "content": "result-f"}, user("two")],
     "an assistant begins": [assistant("one"), user("two")],
     "parts": [
         user("one"),

@@ -12,11 +12,11 @@ import msgspec
 from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.keys import NAME
-from triton_openai.parsers.tools.tolerant.request_tools import NO_PARAMETERS
+from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS
 from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
 from triton_openai.parsers.tools.tolerant.tagged import TagReader
-from triton_openai.parsers.tools.tolerant.values import ARGUMENT_KEYS, CALL_KEYS, NAME_KEYS, ValueReader
+from triton_openai.parsers.tools.tolerant.values import ValueReader
 
 _MAX_HEADER = 400
 _MESSAGE = "<|message|>"
@@ -201,7 +201,7 @@ class CallReader:
         function = members.get("function")
         if isinstance(function, dict):
             members = function
-        named = self._find_name(members)
+        named = self._tools.named_in(members)
         if named is None:
             return self._call_with_name_as_key(members), end
         key, name = named
@@ -235,16 +235,6 @@ class CallReader:
             raise Unreadable
         self._state.repair("notation")
         return self._made(name, written, self._typed(value, name))
-
-    def _find_name(self, members: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return the key of the first of *members* that names a tool, and the tool's name."""
-        for key in NAME_KEYS:
-            written = members.get(key)
-            if isinstance(written, str):
-                name = self._tools.resolve(written)
-                if name is not None:
-                    return key, name
-        return None
 
     def _arguments_beside(self, members: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Return the arguments of *name*, which are *members* of the call's object beside its name."""

@@ -9,6 +9,10 @@ from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tolerant.scanner import StepBudget
 
+#: The keys of an object that is a call.
+_NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name", "action")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input", "action_input")
+CALL_KEYS = frozenset({*_NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
 #: The parameters of what no schema describes.
 NO_PARAMETERS = Parameters(None)
 # Steps for each tool: to compare a name with its name, and arguments with its schema.
@@ -33,6 +37,16 @@ class RequestTools:
             return written
         self._budget.take(len(written) + _NAME_STEPS * len(self._tools))
         return names.resolved(written, self._tools)
+
+    def named_in(self, members: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return the key of the first of a call's *members* that names a tool, and the tool's name."""
+        for key in _NAME_KEYS:
+            written = members.get(key)
+            if isinstance(written, str):
+                name = self.resolve(written)
+                if name is not None:
+                    return key, name
+        return None
 
     def by_arguments(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """Return the name of the only tool that takes *arguments*, and the arguments."""

@@ -11,15 +11,10 @@ from typing import Any
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.keys import KeyReader
-from triton_openai.parsers.tools.tolerant.request_tools import NO_PARAMETERS
+from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Incomplete, Unreadable
 from triton_openai.parsers.tools.tolerant.state import Level
 from triton_openai.parsers.tools.tolerant.strings import StringReader
-
-#: The keys of an object that is a call.
-NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name", "action")
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input", "action_input")
-CALL_KEYS = frozenset({*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
 
 #: Numbers, and words such as ``true``, are not longer.
 _MAX_SCALAR = 400
@@ -133,10 +128,10 @@ class ValueReader:
 
     def _arguments_of_call(self, at: int, members: Mapping[str, Any]) -> tuple[Any, int]:
         """Read the arguments in the object of a call; *members* came before them."""
-        written = next((members[key] for key in NAME_KEYS if isinstance(members.get(key), str)), None)
         name = None
-        if written is not None:
-            name = self._tools.resolve(written)
+        named = self._tools.named_in(members)
+        if named is not None:
+            name = named[1]
         at = self._scanner.after_space(at)
         if self._scanner.text.startswith(("{", "("), at):
             if self._scanner.text[at] == "(":
