@@ -103,7 +103,7 @@ async def test_a_session_that_is_late(client: Client, clock: Clock, free: asynci
             await socket.send_str(str(number))
         await clock.elapse(600, steps=600)
         free.set()
-        got = []
+        got: list[str] = []
         while len(got) < 3:
             message = await socket.receive(10)
             if message.type is WSMsgType.TEXT:
