@@ -601,6 +601,10 @@ async def test_a_model_that_is_late(proxy: Proxy, monkeypatch: pytest.MonkeyPatc
         await client.until("conversation.item.done")
         await client.append(spoken)
         assert "overloaded" == (await client.error())["code"]
+        # The client was not read meanwhile. That does not happen again and again.
+        monkeypatch.setattr(turn_runner, "_MAX_WAIT", 3600)
+        await client.append(spoken)
+        assert "overloaded" == (await client.error())["code"]
         held.set()
         assert TEXT == text_of(await client.until(f"{PREFIX}.completed"))
         await client.send("input_audio_buffer.clear")

@@ -17,7 +17,7 @@ from triton_openai.triton.tensors import InferResponse
 
 # Requests that wait for their answers, above which more audio waits.
 _MAX_UNANSWERED = 8
-# The backend forgets a sequence that is idle for too long. After this part of that time, it gets silence.
+# The backend drops a sequence that is idle for too long. After this part of that time, it gets silence.
 _IDLE_PART = 0.8
 
 
@@ -113,7 +113,7 @@ class LiveTranscription:
             await cancel(asking)
 
     def _take(self, text: str) -> str:
-        """Return what *text* adds to what was yielded. What was said stays said."""
+        """Return what *text* adds to what was yielded, which is not taken back."""
         piece = text[len(self.text) :]
         self.text += piece
         return piece

@@ -151,7 +151,7 @@ class Recognizer:
         else:
             self.language = detected
         if self.language is None and isinstance(self._options.job, TranslationJob):
-            raise UpstreamError("The model did not tell the language of the audio.")
+            raise UpstreamError("The model did not return the language of the audio.")
 
     async def transcribe(self, chunk: Chunk, show: Show | None) -> Transcript:
         """

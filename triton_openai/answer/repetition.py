@@ -1,7 +1,8 @@
 """
 Measures of what a recognizer writes: whether it repeats itself, and whether it can be spoken in the time.
 
-Whisper may write the same words again and again where it hears no others. Source of the measure: openai/whisper (``transcribe.py``), which tries again if a text is compressed by more than 2.4.
+Whisper may write the same words again and again where it hears no others. Source of the measure of repetition:
+openai/whisper (``transcribe.py``), which tries again if a text is compressed by more than 2.4.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Transcription:
                         await self._recognizer.detect(chunk)
                         asked.append(_Asked(chunk, self._recognizer.transcribe, live=self._options.live))
                 if asked:
-                    async for piece in self._told(asked[0]):
+                    async for piece in self._pieces_of(asked[0]):
                         yield piece
                     asked.popleft()
         finally:
@@ -109,7 +109,7 @@ class Transcription:
         in_flight = sum(seconds) + max(seconds)
         return len(asked) < self._options.parallel and in_flight <= _MAX_SECONDS_IN_FLIGHT
 
-    async def _told(self, asked: _Asked) -> AsyncGenerator[str]:
+    async def _pieces_of(self, asked: _Asked) -> AsyncGenerator[str]:
         """Yield the pieces that a chunk adds to the text, and take its segments over."""
         first = len(self.text)
         async for piece in asked.pieces():
@@ -170,9 +170,9 @@ class _Asked:
         """
         Yield the text in pieces, the last of which ends it. Raises :class:`ServiceError`.
 
-        What was said stays said, even if the model changes its mind about what two of its answers agreed on.
+        What was shown stays, even if the model revises what two of its answers agreed on.
         """
-        told = 0
+        shown = 0
         self._reads = True
         if self._read_text is not None:
             self._update(self._read_text)
@@ -180,12 +180,13 @@ class _Asked:
             await self._news.wait()
             self._news.clear()
             stable = self._text.stable
-            if len(stable) > told:
-                yield stable[told:]
-                told = len(stable)
+            if len(stable) > shown:
+                piece = stable[shown:]
+                shown = len(stable)
+                yield piece
         text = (await self.task).text
-        if len(text) > told:
-            yield text[told:]
+        if len(text) > shown:
+            yield text[shown:]
 
 
 class StableText:

@@ -53,8 +53,9 @@ class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     silence_duration_ms: _Milliseconds = 200
 
 
-# How Vercel's AI SDK names itself: it refuses an answer whose segments have null in place of a number.
-_NUMBERS_ONLY = "ai-sdk/"
+# How clients name themselves that refuse an answer whose segments have null in place of a number, or lack it. Source:
+# the schema of answers in @ai-sdk/openai 3.0.141, where both probabilities are required numbers.
+_CLIENTS_OF_NUMBERS = ("ai-sdk/",)
 
 
 class _AudioRequest(FormRequest, kw_only=True):
@@ -351,16 +352,16 @@ async def _transcribed(
         usage = DurationUsage(seconds=math.ceil(recording.seconds))
         return whole(TranscriptObject(text=transcription.text, logprobs=_logprobs(transcription), usage=usage))
     granularities = getattr(body, "timestamp_granularities", ())
-    if _NUMBERS_ONLY in context.call.headers.get("User-Agent", ""):
-        transcription.segments = [_with_numbers(segment) for segment in transcription.segments]
-    return _rendered(body.response_format, transcription, recording, granularities, task=_task(job))
+    unknown = _unknown_number(context.call)
+    return _rendered(body.response_format, transcription, recording, granularities, task=_task(job), unknown=unknown)
 
 
-def _with_numbers(segment: Segment) -> Segment:
-    """Return *segment* with 0 for what is not known."""
-    return msgspec.structs.replace(
-        segment, avg_logprob=segment.avg_logprob or 0.0, no_speech_prob=segment.no_speech_prob or 0.0
-    )
+def _unknown_number(call: Call[Any]) -> float | None:
+    """Return what stands for a probability that is not known: null, but 0 for a client that takes numbers only."""
+    agent = call.headers.get("User-Agent", "")
+    if any(client in agent for client in _CLIENTS_OF_NUMBERS):
+        return 0.0
+    return None
 
 
 def _task(job: TranscriptionJob) -> Literal["transcribe", "translate"]:
@@ -393,8 +394,13 @@ def _rendered(
     granularities: Sequence[str],
     *,
     task: Literal["transcribe", "translate"],
+    unknown: float | None,
 ) -> Reply:
-    """Return the answer in the format *form*; *granularities* are what has times in "verbose_json"."""
+    """
+    Return the answer in the format *form*.
+
+    *granularities* are what has times in "verbose_json", and *unknown* stands there for an unknown probability.
+    """
     segments = transcription.segments
     usage = DurationUsage(seconds=math.ceil(recording.seconds))
     if form == "json":
@@ -412,7 +418,10 @@ def _rendered(
         )
         if "segment" in granularities or not granularities:
             verbose = msgspec.structs.replace(
-                verbose, segments=[_segment(number, each, recording.seconds) for number, each in enumerate(segments)]
+                verbose,
+                segments=[
+                    _segment(number, segment, recording.seconds, unknown) for number, segment in enumerate(segments)
+                ],
             )
         if "word" in granularities:
             words = [_word(word, recording.seconds) for word in transcription.words]
@@ -437,7 +446,14 @@ def _rounded(seconds: float, duration: float) -> float:
     return min(round(seconds, 3), duration)
 
 
-def _segment(number: int, segment: Segment, duration: float) -> SegmentObject:
+def _or(number: float | None, unknown: float | None) -> float | None:
+    """Return *number*, or *unknown* in its place."""
+    if number is None:
+        return unknown
+    return number
+
+
+def _segment(number: int, segment: Segment, duration: float, unknown: float | None) -> SegmentObject:
     return SegmentObject(
         id=number,
         seek=round(segment.start * 100),
@@ -446,9 +462,9 @@ def _segment(number: int, segment: Segment, duration: float) -> SegmentObject:
         text=segment.text,
         tokens=segment.tokens,
         temperature=segment.temperature or 0.0,
-        avg_logprob=segment.avg_logprob,
+        avg_logprob=_or(segment.avg_logprob, unknown),
         compression_ratio=compression_ratio(segment.text),
-        no_speech_prob=segment.no_speech_prob,
+        no_speech_prob=_or(segment.no_speech_prob, unknown),
     )
 
 

@@ -57,12 +57,12 @@ def align(text: str, samples: bytes, rate: int, start: float = 0.0) -> Sequence[
     times: list[Word] = []
     first = 0
     for (begin, end), last in zip(parts, _shares(weights, [end - begin for begin, end in parts]), strict=True):
-        place = begin
+        position = begin
         unit = (end - begin) / sum(weights[first:last])
         for number in range(first, last):
-            stop = place + unit * weights[number]
-            times.append(Word(start=start + place, end=start + stop, text=words[number]))
-            place = stop
+            stop = position + unit * weights[number]
+            times.append(Word(start=start + position, end=start + stop, text=words[number]))
+            position = stop
         first = last
     return times
 
@@ -125,15 +125,15 @@ def _shares(weights: Sequence[float], lengths: Sequence[float]) -> Sequence[int]
         tried = range(max(number + 1, expected - _TRIED), min(count - rest, expected + _TRIED) + 1)
         if not rest:
             tried = range(count, count + 1)
-        found = [float("inf")] * (count + 1)
+        best = [float("inf")] * (count + 1)
         begins = [0] * (count + 1)
         for end in tried:
             for begin in range(earlier.start, min(earlier.stop, end)):
                 cost = costs[begin] + (length - unit * (totals[end] - totals[begin])) ** 2
-                if cost < found[end]:
-                    found[end] = cost
+                if cost < best[end]:
+                    best[end] = cost
                     begins[end] = begin
-        costs = found
+        costs = best
         steps.append(begins)
     ends = []
     end = count

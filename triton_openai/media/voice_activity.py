@@ -19,6 +19,8 @@ _LEVEL_SECONDS = 0.02
 _SILERO_SECONDS = 0.032
 # The rates for which Silero's network has weights; audio of another rate is resampled to the first of them.
 _SILERO_RATES = (16_000, 8_000)
+# Seconds of silence after which the network is not asked about further silence: it has forgotten the speech before.
+_SILENCE_FOR_SILERO = 1.0
 # How far a moment may be below the threshold within speech, and still is speech.
 _HYSTERESIS = 0.15
 # Seconds of speech that start it: less is a click.
@@ -103,8 +105,7 @@ class LevelDetector:
         import numpy as np
 
         moments = self._rest.whole(samples, self._size)
-        levels = np.sqrt(np.square(moments, dtype=np.float64).mean(axis=1))
-        powers = np.log10(np.maximum(levels, 10**_SILENT_POWER))
+        powers = np.log10(np.maximum(_levels(moments), 10**_SILENT_POWER))
         shares: list[float] = ((powers - _SILENT_POWER) / _LOUD_POWERS).clip(0, 1).tolist()
         return shares
 
@@ -130,6 +131,8 @@ class SileroDetector:
         self._size = int(self._model.window_size_samples)
         self._rest = _Rest()
         self._resampler = self._new_resampler()
+        # How many silent moments there are in a row.
+        self._silent = 0
 
     def _new_resampler(self) -> Any:
         if self._rate == self._input_rate:
@@ -139,17 +142,35 @@ class SileroDetector:
         return soxr.ResampleStream(self._input_rate, self._rate, 1)
 
     def rate_moments(self, samples: Samples) -> Sequence[float]:
-        """Return the probability of speech in each moment."""
+        """Return the probability of speech in each moment; 0 without asking the network in a long silence."""
         if self._resampler is not None:
             samples = self._resampler.resample_chunk(samples)
         moments = self._rest.whole(samples, self._size)
-        return [float(self._model.process(moment.tobytes())) for moment in moments]
+        probabilities = []
+        for moment, level in zip(moments, _levels(moments), strict=True):
+            if level > 10**_SILENT_POWER:
+                self._silent = 0
+            else:
+                self._silent += 1
+            probability = 0.0
+            if self._silent * self.seconds <= _SILENCE_FOR_SILERO:
+                probability = float(self._model.process(moment.tobytes()))
+            probabilities.append(probability)
+        return probabilities
 
     def reset(self) -> None:
         """Begin another stream, with the network that is loaded."""
         self._model.reset()
+        self._silent = 0
         self._rest = _Rest()
         self._resampler = self._new_resampler()
+
+
+def _levels(moments: Samples) -> Samples:
+    """Return the root mean square of each of *moments*."""
+    import numpy as np
+
+    return np.sqrt(np.square(moments, dtype=np.float64).mean(axis=1))
 
 
 class _Rest:

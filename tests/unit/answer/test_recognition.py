@@ -19,6 +19,7 @@ from triton_openai.answer import recognition
 from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.generation import AudioFormat, TensorMapping
 from triton_openai.jobs import TranscriptionJob
+from triton_openai.media import voice_activity
 from triton_openai.media.cutting import chunk_of
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonResponse, ModelConfig
 
@@ -107,13 +108,14 @@ async def test_one_thread_looks_for_speech(monkeypatch: pytest.MonkeyPatch) -> N
             overlaps.append(samples)
             return [1.0]
 
-    monkeypatch.setattr(recognition.voice_activity, "silero_available", lambda: True)
-    monkeypatch.setattr(recognition.voice_activity, "SileroDetector", Detector)
+    monkeypatch.setattr(voice_activity, "silero_available", lambda: True)
+    monkeypatch.setattr(voice_activity, "SileroDetector", Detector)
     upstream: Any = Answering({"TRANSCRIPTS": ""})
     options = TranscriptionOptions(job=TranscriptionJob(id="t", samples=b""))
     recognizer = recognition.Recognizer(upstream, whisper(), options)
     chunk = chunk_of(NOISE, 0, RATE)
-    assert [False, False] == await asyncio.gather(recognizer.is_silent(chunk), recognizer.is_silent(chunk))
+    silent = await asyncio.gather(recognizer.is_silent(chunk), recognizer.is_silent(chunk))
+    assert (False, False) == tuple(silent)
     assert [] == overlaps
 
 

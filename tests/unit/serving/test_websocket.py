@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import pytest
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
@@ -17,6 +18,8 @@ from triton_openai.errors import ServiceError
 from triton_openai.operations import Opening, Send
 from triton_openai.serving.websocket import serve_websocket
 from triton_openai.telemetry.request_record import RECORD, RequestRecord
+
+Client: TypeAlias = "TestClient[web.Request, web.Application]"
 
 
 class Echo:
@@ -56,7 +59,7 @@ def free() -> asyncio.Event:
 
 
 @pytest.fixture
-async def client(free: asyncio.Event) -> AsyncIterator[TestClient]:
+async def client(free: asyncio.Event) -> AsyncIterator[Client]:
     """A client of a service whose sessions echo."""
 
     def opened(_: Opening, send: Send) -> Echo:
@@ -75,7 +78,7 @@ async def client(free: asyncio.Event) -> AsyncIterator[TestClient]:
 
 async def frames(socket: ClientWebSocketResponse) -> list[tuple[WSMsgType, object]]:
     """Return what *socket* gets up to its end."""
-    got = []
+    got: list[tuple[WSMsgType, object]] = []
     while True:
         message = await socket.receive(10)
         got.append((message.type, message.data))
@@ -83,7 +86,7 @@ async def frames(socket: ClientWebSocketResponse) -> list[tuple[WSMsgType, objec
             return got
 
 
-async def test_a_client_that_is_gone(client: TestClient, clock: Clock) -> None:
+async def test_a_client_that_is_gone(client: Client, clock: Clock) -> None:
     """A client that sends nothing, not even an answer to a ping, gets an error and a code that say so."""
     async with client.ws_connect("/", autoping=False) as socket:
         await clock.elapse(60, steps=60)
@@ -92,7 +95,7 @@ async def test_a_client_that_is_gone(client: TestClient, clock: Clock) -> None:
     assert ('{"code": "websocket_ping_timeout"}', 1008) == (got[1][1], got[2][1])
 
 
-async def test_a_session_that_is_late(client: TestClient, clock: Clock, free: asyncio.Event) -> None:
+async def test_a_session_that_is_late(client: Client, clock: Clock, free: asyncio.Event) -> None:
     """Where the session takes no frames, the answers of its client are not read, and the connection stays."""
     free.clear()
     async with client.ws_connect("/", autoping=False) as socket:
@@ -100,7 +103,7 @@ async def test_a_session_that_is_late(client: TestClient, clock: Clock, free: as
             await socket.send_str(str(number))
         await clock.elapse(600, steps=600)
         free.set()
-        got = []
+        got: list[str] = []
         while len(got) < 3:
             message = await socket.receive(10)
             if message.type is WSMsgType.TEXT:
@@ -110,7 +113,7 @@ async def test_a_session_that_is_late(client: TestClient, clock: Clock, free: as
         assert ["0", "1", "2"] == got
 
 
-async def test_a_client_that_only_listens(client: TestClient, clock: Clock) -> None:
+async def test_a_client_that_only_listens(client: Client, clock: Clock) -> None:
     """A client that answers pings stays, and its own pings are answered."""
     async with client.ws_connect("/") as socket:
         listening = asyncio.create_task(socket.receive(1000))

@@ -20,7 +20,8 @@ from triton_openai.serving.session import CallSession
 
 # Turns of one session that are written down at the same time; above that, audio waits.
 _MAX_TURNS = 8
-# How long, in seconds. A client from which nothing is read for 45 seconds would be taken for one that has left.
+# How long, in seconds. Meanwhile nothing is read of the client, not even its pings, and many clients give up after 40
+# seconds without an answer to these. So the next turn does not wait again, until one has ended.
 _MAX_WAIT = 20.0
 _PREFIX = "conversation.item.input_audio_transcription"
 
@@ -52,6 +53,8 @@ class Turns:
         # Those that are being written down, with the current one.
         self._open: set[Turn] = set()
         self._ended = asyncio.Event()
+        # Whether a turn has waited in vain since there was room for one.
+        self._late = False
 
     @property
     def size(self) -> int:
@@ -81,8 +84,13 @@ class Turns:
             await self._send("input_audio_buffer.speech_started", audio_start_ms=start, item_id=turn.item_id)
 
     async def _wait_for_others(self) -> None:
+        """Wait until there is room for a turn. Raises :class:`ServiceOverloaded`."""
+        wait = _MAX_WAIT
+        if self._late:
+            wait = 0.0
+        self._late = True
         try:
-            async with asyncio.timeout(_MAX_WAIT):
+            async with asyncio.timeout(wait):
                 while len(self._open) >= _MAX_TURNS:
                     self._ended.clear()
                     await self._ended.wait()
@@ -90,6 +98,7 @@ class Turns:
             raise ServiceOverloaded(
                 f"The model is late: {_MAX_TURNS} turns of the session wait for it. Audio was dropped."
             ) from error
+        self._late = False
 
     async def feed(self, audio: InputAudio, end: int) -> None:
         """Give the current turn, if there is one, its *audio* up to *end*."""
