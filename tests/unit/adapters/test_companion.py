@@ -337,7 +337,10 @@ _FAULTS: dict[str, type[ServiceError]] = {
 def test_the_faults_of_a_job(kind: str) -> None:
     """They are those of a generation: a model that has died is no mistake of the client's."""
     answer = JsonResponse({"response": json.dumps({"e": {"kind": kind, "message": "no"}})}, "companion")
-    jobs = {"embed": EmbeddingJob(id="x", inputs=("a",)), "transcribe": TranscriptionJob(id="x", samples=b"")}
+    jobs: dict[str, Any] = {
+        "embed": EmbeddingJob(id="x", inputs=("a",)),
+        "transcribe": TranscriptionJob(id="x", samples=b""),
+    }
     for runner, job in jobs.items():
         with pytest.raises(_FAULTS[kind]) as caught:
             Companion(config(triton_openai_runner=runner), {}).decode(job, [answer])
