@@ -371,7 +371,7 @@ class TritonPythonModel:
         if self.engine is None:
             raise died()
         if kind in ("embed", "classify", "transcribe", "info"):
-            self._call(self._begin_answer, sender, message, media, request_id)
+            asyncio.run_coroutine_threadsafe(self._answer(sender, message, media, request_id), self.loop)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
             raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
@@ -389,16 +389,10 @@ class TritonPythonModel:
             check_keys(message, KEYS, "request")
             check_keys(message.get("return", {}), RETURNS, "return", "return.")
             check_keys(message.get("beams", {}), BEAMS, "beams", "beams.")
-            self._call(self._begin, carrier, number, message, media, request_id)
+            self.loop.call_soon_threadsafe(self._begin, carrier, number, message, media, request_id)
         elif kind == "cancel":
-            self._call(self._cancel, carrier, number)
+            self.loop.call_soon_threadsafe(self._cancel, carrier, number)
         return True
-
-    def _call(self, function, *arguments):
-        self.loop.call_soon_threadsafe(function, *arguments)
-
-    def _begin_answer(self, sender, message, media, request_id):
-        self.loop.create_task(self._answer(sender, message, media, request_id))
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
