@@ -34,9 +34,13 @@ from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
     InvalidRequest,
+    LoraNotLoaded,
+    ModelCrashed,
+    Overloaded,
     PromptRefused,
     RequestRefused,
     ServiceError,
+    UnsupportedParameter,
     UpstreamError,
 )
 from triton_openai.generation import (
@@ -135,7 +139,7 @@ _JOBS: Mapping[str, Sequence[JobType]] = {
 #: How Whisper takes speech: 30 seconds at once. It has room for 448 tokens, the prompt and its text before included.
 _START = "<|startoftranscript|>"
 _WHISPER = Recognition(
-    max_seconds=30.0, languages=frozenset(LANGUAGES), prompt=True, temperature=True, segments=True, invents=True
+    max_seconds=30.0, languages=tuple(LANGUAGES), prompt=True, temperature=True, segments=True, invents=True
 )
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
@@ -351,13 +355,21 @@ class Companion(Adapter):
         return vector
 
     def _fault(self, fault: Any) -> ServiceError:
-        """Return the error for a job that the model refuses, or fails to do."""
+        """Return the error for a job that the model refuses, or fails to do, as for a generation over a carrier."""
         try:
             said = msgspec.convert(fault, _Fault)
         except msgspec.ValidationError as error:
             return InvalidAnswer("its error cannot be read", model=self.config.name, detail=str(error))
         if said.kind == "engine":
             return UpstreamError(f"The model '{self.config.name}' failed.", detail=said.message)
+        if said.kind == "dead":
+            return ModelCrashed(said.message)
+        if said.kind == "overloaded":
+            return Overloaded(said.message)
+        if said.kind == "lora":
+            return LoraNotLoaded(said.message, param=said.param)
+        if said.kind == "unsupported":
+            return UnsupportedParameter(said.message, param=said.param)
         return RequestRefused(said.message, param=said.param)
 
     def _body(self, body: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import triton_openai.companion
 
@@ -19,7 +20,7 @@ _MODEL = Path(triton_openai.companion.__file__).with_name("model.py")
 _TABLES = ("USED", "METHODS", "SAVING")
 
 
-def tables() -> Mapping[str, Mapping[str, Sequence[object]]]:
+def tables() -> Mapping[str, Mapping[str, Sequence[Any]]]:
     """Return the tables of the model file, which can be imported inside Triton only."""
     values = {}
     for statement in ast.parse(_MODEL.read_text(encoding="utf-8")).body:

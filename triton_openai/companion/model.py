@@ -1,9 +1,10 @@
 """
 vLLM inside Triton's Python backend: token ids in, token ids out. This file is the model's ``1/model.py``.
 
-It is one file, however long, so that it can be copied into any model repository. It needs the standard library, NumPy
-and vLLM, and nothing of triton-openai. Beside it lies ``engine.json`` with the arguments of vLLM's engine, and
-``multi_lora.json`` where the model has LoRA adapters.
+It is one file, however long, so that it can be copied into any model repository. Its parts are constants, errors, the
+carriers, the model that Triton calls, what requests and responses look like, what is used of vLLM, the engine, and
+images and audio. It needs the standard library, NumPy and vLLM, and nothing of triton-openai. Beside it lies
+``engine.json`` with the arguments of vLLM's engine, and ``multi_lora.json`` where the model has LoRA adapters.
 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
@@ -39,6 +40,9 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb
 
+# --------------------------------------------------------------------------------------------------------------------
+# 1. Constants
+
 #: The version of the contract.
 CONTRACT = 1
 #: The oldest release of vLLM whose interface this file uses.
@@ -55,11 +59,9 @@ PULSE = 1.0
 KEPT = 30.0
 #: Seconds between two looks at the engine's health.
 HEALTH = 1.0
-
 #: The status of HTTP for what can be tried again later.
 UNAVAILABLE = 503
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
 # The keys of a generation. Any other key is an error: a misspelt one would change the answer silently.
 KEYS = {
     *("v", "kind", "ids", "prompt", "sampling", "lora", "priority", "salt", "media", "mm", "return", "pooling"),
@@ -73,8 +75,8 @@ OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_
 IDS = ("stop_token_ids", "allowed_token_ids")
 
 
-#: Of a broken file, in the words that the service knows from other backends.
-NO_IMAGE = "cannot identify image file"
+# --------------------------------------------------------------------------------------------------------------------
+# 2. Errors
 
 
 class Refused(Exception):
@@ -113,14 +115,8 @@ def error_fields(error):
     return {"kind": "engine", "message": str(error) or type(error).__name__, "param": None}
 
 
-def compact(value):
-    """Return *value* as JSON. Minus infinity becomes -9999, as vLLM's server writes it."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def log(text):
-    """Write a line to Triton's log."""
-    pb.Logger.log_info(f"companion: {text}")
+# --------------------------------------------------------------------------------------------------------------------
+# 3. Carriers
 
 
 class Stream:
@@ -258,13 +254,23 @@ class Carrier:
 def join(first, second):
     """Append an event of a stream to an earlier one that has not been sent."""
     first[1] = [*first[1], *second[1]]
-    for place, value in enumerate(second[2:], 2):
-        while len(first) <= place:
-            first.append(None)
-        if place == 5 and first[5] and value:
+    padded(first, len(second) - 1)
+    for index, value in enumerate(second[2:], 2):
+        if index == 5 and first[5] and value:
             first[5] = [*first[5], *value]
         elif value is not None:
-            first[place] = value
+            first[index] = value
+
+
+def padded(event, index):
+    """Return *event* with None for the absent fields up to *index*."""
+    while len(event) <= index:
+        event.append(None)
+    return event
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 4. The model
 
 
 class TritonPythonModel:
@@ -351,27 +357,27 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                message, place = read(request)
-                answered = self._hand_over(sender, message, place, media_of(request), request.request_id())
+                message, address = read(request)
+                answered = self._hand_over(sender, message, address, media_of(request), request.request_id())
             except Exception as error:  # noqa: BLE001 - each request has its answer
                 answer(sender, {"e": error_fields(error)})
                 continue
             if answered:
                 sender.send(flags=FINAL)
 
-    def _hand_over(self, sender, message, place, media, request_id):
+    def _hand_over(self, sender, message, address, media, request_id):
         """Have the loop do what *message* asks for. Return whether nothing more is sent. Raises Refused."""
         kind = message.get("kind")
         if self.engine is None:
             raise died()
         if kind in ("embed", "classify", "transcribe", "info"):
-            self._call(self._begin_answer, sender, message, media, request_id)
+            asyncio.run_coroutine_threadsafe(self._answer(sender, message, media, request_id), self.loop)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
             raise Refused(f"There is no kind {kind!r} of requests.", "kind", "unsupported")
-        if place is None:
+        if address is None:
             raise Refused(f"The kind {kind!r} needs the input 'carrier'.", "carrier")
-        name, number, acknowledged = place
+        name, number, acknowledged = address
         if kind == "carrier":
             self.carriers[name] = Carrier(self, name, sender)
             return False
@@ -380,19 +386,13 @@ class TritonPythonModel:
             raise Refused("The carrier is not open.", "carrier", "overloaded")
         carrier.acknowledge(acknowledged)
         if kind == "generate":
-            check_keys(message, KEYS, "")
-            check_keys(message.get("return", {}), RETURNS, "return.")
-            check_keys(message.get("beams", {}), BEAMS, "beams.")
-            self._call(self._begin, carrier, number, message, media, request_id)
+            check_keys(message, KEYS, "request")
+            check_keys(message.get("return", {}), RETURNS, "return", "return.")
+            check_keys(message.get("beams", {}), BEAMS, "beams", "beams.")
+            self.loop.call_soon_threadsafe(self._begin, carrier, number, message, media, request_id)
         elif kind == "cancel":
-            self._call(self._cancel, carrier, number)
+            self.loop.call_soon_threadsafe(self._cancel, carrier, number)
         return True
-
-    def _call(self, function, *arguments):
-        self.loop.call_soon_threadsafe(function, *arguments)
-
-    def _begin_answer(self, sender, message, media, request_id):
-        self.loop.create_task(self._answer(sender, message, media, request_id))
 
     def _begin(self, carrier, number, message, media, request_id):
         name = f"{request_id}/{carrier.name}/{number}"
@@ -408,7 +408,7 @@ class TritonPythonModel:
         carrier = stream.carrier
         try:
             if message.get("beams"):
-                self._output(stream, await self._found(stream, message, media))
+                self._output(stream, await self._search(stream, message, media))
                 return
             await self.engine.generate(stream, message, media, self._output, self._tokens)
             if carrier.streams.get(stream.number) is not stream:
@@ -417,9 +417,9 @@ class TritonPythonModel:
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             carrier.fail(stream, self._explained(error))
 
-    async def _found(self, stream, message, media):
+    async def _search(self, stream, message, media):
         """
-        Return what a beam search has found for *stream*.
+        Return the answer of a beam search to *stream*.
 
         The answers to one prompt share a search: the first that asks begins it, and it goes on while one is wanted.
         """
@@ -516,7 +516,7 @@ class TritonPythonModel:
             if message["kind"] == "info":
                 body = self.engine.info(self._streams())
             else:
-                check_keys(message, KEYS, "")
+                check_keys(message, KEYS, "request")
                 if message["kind"] == "transcribe":
                     body = await self.engine.transcribe(message, media, request_id)
                 else:
@@ -526,8 +526,12 @@ class TritonPythonModel:
         answer(sender, body)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# 5. Requests and responses
+
+
 def read(request):
-    """Return the JSON object of *request*, and its place on a carrier. Raises Refused."""
+    """Return the JSON object of *request*, and what the input 'carrier' has, None without it. Raises Refused."""
     texts = []
     for name in ("request", "carrier"):
         tensor = pb.get_input_tensor_by_name(request, name)
@@ -537,16 +541,16 @@ def read(request):
             texts.append(tensor.as_numpy().reshape(-1)[0])
     try:
         message = json.loads(texts[0])
-        place = json.loads(texts[1] or "null")
+        address = json.loads(texts[1] or "null")
     except (ValueError, RecursionError) as error:
         raise Refused(f"The request is no JSON: {error}.", "request") from None
     if not isinstance(message, dict):
         raise Refused("The request is no JSON object.", "request")
     if message.get("v", CONTRACT) != CONTRACT:
         raise Refused(f"This model has version {CONTRACT} of the contract.", "v", "unsupported")
-    if place is not None and (not isinstance(place, list) or len(place) != 3):
+    if address is not None and (not isinstance(address, list) or len(address) != 3):
         raise Refused("The input 'carrier' is no list of a name and two numbers.", "carrier")
-    return message, place
+    return message, address
 
 
 def media_of(request):
@@ -557,25 +561,28 @@ def media_of(request):
     return list(tensor.as_numpy().reshape(-1))
 
 
-def answer(sender, body):
-    """Send the only response of a request."""
-    sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]), flags=FINAL)
-
-
-def check_keys(values, known, prefix):
-    """Raise Refused for a key of *values* that is not *known*."""
+def check_keys(values, known, name, prefix=""):
+    """Raise Refused for a key of *values*, which is called *name*, that is not *known*; *prefix* stands before it."""
     if not isinstance(values, dict):
-        raise Refused(f"'{prefix.rstrip('.')}' is no JSON object.", prefix.rstrip("."))
+        raise Refused(f"'{name}' is no JSON object.", name)
     for key in values:
         if key not in known:
             raise Refused(f"There is no parameter '{prefix}{key}'.", key, "unsupported")
 
 
-def padded(event, place):
-    """Return *event* with None for the absent fields before *place*, and there."""
-    while len(event) <= place:
-        event.append(None)
-    return event
+def answer(sender, body):
+    """Send the only response of a request."""
+    sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]), flags=FINAL)
+
+
+def compact(value):
+    """Return *value* as JSON without spaces. Raises ValueError for a number that JSON does not have."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def log(text):
+    """Write a line to Triton's log."""
+    pb.Logger.log_info(f"companion: {text}")
 
 
 def position(entries, token, count):
@@ -601,50 +608,8 @@ def finite(value):
     return max(float(value), -9999.0)
 
 
-class Beam:
-    """An answer of a beam search, as far as it has come, with the fields of an output of vLLM."""
-
-    num_cached_tokens = None
-    prompt_logprobs = None
-    index = 0
-
-    def __init__(self, prompt_ids, token_ids=(), total=0.0, logprobs=(), stop_reason=None):
-        self.prompt_token_ids = prompt_ids
-        self.token_ids = [*token_ids]
-        #: The log probability of the whole.
-        self.total = total
-        self.logprobs = [*logprobs]
-        self.stop_reason = stop_reason
-        self.finish_reason = "length"
-        if stop_reason is not None:
-            self.finish_reason = "stop"
-
-    @property
-    def outputs(self):
-        """The only choice: itself."""
-        return [self]
-
-    def followed_by(self, token, entries, *, ends):
-        """Return this answer with one more *token*, of which *entries* have the log probability."""
-        stop_reason = None
-        if ends:
-            stop_reason = token
-        total = self.total + entries[token].logprob
-        tokens = [*self.token_ids, token]
-        return Beam(self.prompt_token_ids, tokens, total, [*self.logprobs, entries], stop_reason)
-
-    def score(self, length_penalty):
-        """Return by what answers are compared: the log probability for a token, those of the prompt included."""
-        length = len(self.prompt_token_ids) + len(self.token_ids)
-        if self.stop_reason is not None:
-            length -= 1
-        return self.total / max(length, 1) ** length_penalty
-
-
-def best(beams, count, length_penalty):
-    """Return the best *count* of *beams* in their order."""
-    return sorted(beams, key=lambda beam: beam.score(length_penalty), reverse=True)[:count]
-
+# --------------------------------------------------------------------------------------------------------------------
+# 6. What is used of vLLM
 
 #: What this file uses of vLLM, by module. All releases from OLDEST to NEWEST have it.
 USED = {
@@ -730,6 +695,10 @@ def check_methods(kind):
         for name in others:
             if name not in names:
                 raise AttributeError(f"AsyncLLM.{method} has no argument {name}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 7. The engine
 
 
 class Engine:
@@ -846,7 +815,7 @@ class Engine:
         """
         params = self._sampling(message)
         prompt = self._prompt(message, media)
-        options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
+        options = self._options(message)
         if not self._library.has_collectors:
             async for output in self._engine.generate(prompt, params, stream.name, **options):
                 take(stream, output)
@@ -882,7 +851,7 @@ class Engine:
             raise Refused("A beam search needs the prompt as token ids.", "ids")
         one_token = {"max_tokens": 1, "temperature": asked.get("temperature", 1.0)}
         params = self._sampling({"sampling": one_token, "return": {"logprobs": 2 * width}})
-        options = {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
+        options = self._options(message)
         ends = set(beams.get("ends", ()))
         penalty = beams.get("length_penalty", 1.0)
         running = [Beam(prompt["prompt_token_ids"])]
@@ -891,8 +860,8 @@ class Engine:
             if not running or not wanted():
                 break
             steps = [
-                self._next_entries(beam, prompt, params, f"{name}/{step}-{place}", options)
-                for place, beam in enumerate(running)
+                self._next_entries(beam, prompt, params, f"{name}/{step}-{index}", options)
+                for index, beam in enumerate(running)
             ]
             following = []
             for beam, entries in zip(running, await asyncio.gather(*steps), strict=True):
@@ -948,9 +917,9 @@ class Engine:
 
     def _sampling(self, message):
         """Return the sampling parameters. Raises Refused for an unknown key, and for ids outside of the vocabulary."""
-        given = message.get("sampling", {})
-        check_keys(given, self._known, "")
-        values = dict(given)
+        asked = message.get("sampling", {})
+        check_keys(asked, self._known, "sampling")
+        values = dict(asked)
         for name in IDS:
             if values.get(name):
                 self._check_ids(values[name], name)
@@ -982,6 +951,10 @@ class Engine:
             raise Refused(f"The model has no LoRA adapter {name!r}.", "model", "lora")
         number = self._lora_numbers.setdefault((name, path), len(self._lora_numbers) + 1)
         return self._library.LoRARequest(name, number, path)
+
+    def _options(self, message):
+        """Return the options of a request beside its parameters."""
+        return {"lora_request": self._lora(message.get("lora")), "priority": message.get("priority", 0)}
 
     async def transcribe(self, message, media, request_id):
         """
@@ -1041,30 +1014,49 @@ class Engine:
         return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
 
 
-def scheduler_logger(base, scheduled):
-    """
-    Return a class for vLLM to log statistics with: it keeps what each engine's scheduler has said last in *scheduled*.
+class Beam:
+    """An answer of a beam search, as far as it has come, with the fields of an output of vLLM."""
 
-    *base* is vLLM's logger for Prometheus, which is left out where a class of it is given: nobody reads it here.
-    """
+    num_cached_tokens = None
+    prompt_logprobs = None
+    index = 0
 
-    class SchedulerLogger(base):
-        def __init__(self, vllm_config, engine_indexes=None):
-            """Register no metrics."""
+    def __init__(self, prompt_ids, token_ids=(), total=0.0, logprobs=(), stop_reason=None):
+        self.prompt_token_ids = prompt_ids
+        self.token_ids = [*token_ids]
+        #: The log probability of the whole.
+        self.total = total
+        self.logprobs = [*logprobs]
+        self.stop_reason = stop_reason
+        self.finish_reason = "length"
+        if stop_reason is not None:
+            self.finish_reason = "stop"
 
-        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
-            if scheduler_stats is not None:
-                scheduled[engine_idx] = scheduler_stats
+    @property
+    def outputs(self):
+        """The only choice: itself."""
+        return [self]
 
-        def ignore(self, *arguments, **options):
-            """Do nothing."""
+    def followed_by(self, token, entries, *, ends):
+        """Return this answer with one more *token*, of which *entries* have the log probability."""
+        stop_reason = None
+        if ends:
+            stop_reason = token
+        total = self.total + entries[token].logprob
+        tokens = [*self.token_ids, token]
+        return Beam(self.prompt_token_ids, tokens, total, [*self.logprobs, entries], stop_reason)
 
-        log = ignore
-        log_engine_initialized = ignore
-        record_sleep_state = ignore
-        record_admission_rejection = ignore
+    def score(self, length_penalty):
+        """Return by what answers are compared: the log probability for a token, those of the prompt included."""
+        length = len(self.prompt_token_ids) + len(self.token_ids)
+        if self.stop_reason is not None:
+            length -= 1
+        return self.total / max(length, 1) ** length_penalty
 
-    return SchedulerLogger
+
+def best(beams, count, length_penalty):
+    """Return the best *count* of *beams* in their order."""
+    return sorted(beams, key=lambda beam: beam.score(length_penalty), reverse=True)[:count]
 
 
 class ShortWay:
@@ -1129,17 +1121,50 @@ class ShortWay:
         return all(map(operator.is_, self._more(output), self._absent))
 
 
+def scheduler_logger(base, scheduled):
+    """
+    Return a class for vLLM to log statistics with: it keeps what each engine's scheduler has said last in *scheduled*.
+
+    *base* is vLLM's logger for Prometheus, which is left out where a class of it is given: nobody reads it here.
+    """
+
+    class SchedulerLogger(base):
+        def __init__(self, vllm_config, engine_indexes=None):
+            """Register no metrics."""
+
+        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+            if scheduler_stats is not None:
+                scheduled[engine_idx] = scheduler_stats
+
+        def ignore(self, *arguments, **options):
+            """Do nothing."""
+
+        log = ignore
+        log_engine_initialized = ignore
+        record_sleep_state = ignore
+        record_admission_rejection = ignore
+
+    return SchedulerLogger
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 8. Images and audio
+
+#: Of a broken file, in the words that the service knows from other backends.
+NO_IMAGE = "cannot identify image file"
+
+
 def multi_modal_data(described, media):
     """Return the files of a request as vLLM takes them. Raises Refused for what cannot be read."""
     data = {}
     for one in described:
         kind = one.get("type")
-        place = one.get("at")
+        index = one.get("at")
         if kind not in READERS:
             raise Refused(f"There is no medium {kind!r}.", "media", "unsupported")
-        if type(place) is not int or not 0 <= place < len(media):
-            raise Refused(f"The request has no file {place}.", "media")
-        raw = media[place]
+        if type(index) is not int or not 0 <= index < len(media):
+            raise Refused(f"The request has no file {index}.", "media")
+        raw = media[index]
         if one.get("encoding") == "base64":
             try:
                 raw = base64.b64decode(raw, validate=True)
@@ -1176,6 +1201,7 @@ def read_audio(raw):
 
 
 READERS = {"image": read_image, "audio": read_audio}
+
 
 if sys.byteorder != "little":
     raise RuntimeError("The companion model needs a little-endian machine.")

@@ -18,9 +18,14 @@ from triton_openai.companion.repository import config_text, runner_of
 from triton_openai.errors import (
     InvalidAnswer,
     InvalidRequest,
+    LoraNotLoaded,
+    ModelCrashed,
+    Overloaded,
     PromptRefused,
     RequestRefused,
     ServiceError,
+    UnsupportedParameter,
+    UpstreamError,
 )
 from triton_openai.generation import Beams, FinishReason, Generation, Guide, Lora, Sampling, Vocabulary
 from triton_openai.jobs import (
@@ -33,6 +38,7 @@ from triton_openai.jobs import (
     TranscriptionJob,
     TranslationJob,
 )
+from triton_openai.triton.carrier import fault_error
 from triton_openai.triton.tensors import CarriedResponse, Delivery, JsonResponse, ModelConfig, TensorSpec
 
 INPUTS = {name: TensorSpec(name=name, datatype="BYTES", dims=(1,)) for name in ("request", "carrier")}
@@ -315,3 +321,27 @@ def test_a_transcription_that_fails(name: str) -> None:
 
     with pytest.raises(expected):
         whisper.decode(TranscriptionJob(id="x", samples=b""), responses)
+
+
+_FAULTS: dict[str, type[ServiceError]] = {
+    "invalid": RequestRefused,
+    "unsupported": UnsupportedParameter,
+    "lora": LoraNotLoaded,
+    "overloaded": Overloaded,
+    "dead": ModelCrashed,
+    "engine": UpstreamError,
+}
+
+
+@every_case("kind", list(_FAULTS))
+def test_the_faults_of_a_job(kind: str) -> None:
+    """They are those of a generation: a model that has died is no mistake of the client's."""
+    answer = JsonResponse({"response": json.dumps({"e": {"kind": kind, "message": "no"}})}, "companion")
+    jobs: dict[str, Any] = {
+        "embed": EmbeddingJob(id="x", inputs=("a",)),
+        "transcribe": TranscriptionJob(id="x", samples=b""),
+    }
+    for runner, job in jobs.items():
+        with pytest.raises(_FAULTS[kind]) as caught:
+            Companion(config(triton_openai_runner=runner), {}).decode(job, [answer])
+        assert type(caught.value) is type(fault_error({"kind": kind, "message": "no"}, "companion"))

@@ -647,7 +647,9 @@ def test_the_errors_of_vllm(model: Any, name: str) -> None:
 
 
 _REFUSED = {
-    "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, ""), "'temprature'"),
+    "a misspelt key": (lambda model: model.check_keys({"temprature": 1}, {"temperature"}, "sampling"), "'temprature'"),
+    "a misspelt key of a part": (lambda model: model.check_keys({"x": 1}, {"y"}, "return", "return."), "'return.x'"),
+    "a part that is no object": (lambda model: model.Engine._sampling(_bare(model), {"sampling": [1]}), "'sampling'"),
     "another version": (lambda model: model.read(_request('{"v": 2}')), "version 1"),
     "no JSON": (lambda model: model.read(_request("{")), "no JSON"),
     "no object": (lambda model: model.read(_request("[]")), "no JSON object"),
@@ -765,6 +767,13 @@ def test_prompts_that_need_no_thread_of_vllm(model: Any, name: str, monkeypatch:
 
     assert expected == prompt.get("type")
     assert message.get("salt") == prompt.get("cache_salt")
+
+
+def _bare(model: Any) -> Any:
+    """Return an engine of the model file that knows no parameters."""
+    engine = model.Engine.__new__(model.Engine)
+    engine._known = set()
+    return engine
 
 
 def _request(*texts: str) -> Any:
