@@ -15,7 +15,8 @@ from importlib.metadata import Distribution, distributions
 
 #: Permissive licences, and those whose conditions hold for changed files of the package only.
 _ALLOWED = re.compile(
-    r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License|Unlicense|Zlib|CC0|Public Domain",
+    r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License|Unlicense|Zlib|ZPL|CC0|"
+    r"Public Domain",
     re.IGNORECASE,
 )
 _FORBIDDEN = re.compile(r"GPL|GNU|Proprietary|Commercial", re.IGNORECASE)

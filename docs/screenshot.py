@@ -7,6 +7,7 @@ It starts the demo, asks one question in a headless Chromium, and writes ``docs/
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -42,7 +43,13 @@ async def _take(address: str) -> None:
 def main() -> None:
     """Write the pictures."""
     command = [sys.executable, "-m", "triton_openai", "demo", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+    with (
+        # Without the files and batches of other demos.
+        tempfile.TemporaryDirectory() as state,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_STATE_HOME": state}
+        ) as demo,
+    ):
         assert demo.stdout is not None
         try:
             printed = ""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -144,6 +145,7 @@ def test_a_tag_of_another_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("Apache-2.0 AND MIT", True),
         ("GPL-3.0-only OR MIT", True),
         ("BSD License, MIT License", True),
+        ("ZPL-2.1", True),
         ("MIT AND GPL-2.0-only", False),
         ("GNU Lesser General Public License v3 (LGPLv3)", False),
         ("", False),
@@ -153,6 +155,22 @@ def test_a_tag_of_another_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_licences(licence: str, accepted: bool) -> None:
     """Permissive licences are accepted; of alternatives, one may be chosen."""
     assert accepted == (module("licenses").problem(licence) is None)
+
+
+def test_licences_of_what_the_images_install() -> None:
+    """Each package of the locks that is installed here has a licence that `make licenses` accepts."""
+    locks = [(ROOT / "deploy" / name).read_text() for name in ("requirements.lock", "requirements-liquid.lock")]
+    names = {name for lock in locks for name in re.findall(r"^([\w.-]+)==", lock, re.MULTILINE)}
+    licences = module("licenses")
+    checked = 0
+    for name in sorted(names):
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:
+            continue
+        assert licences.problem(licences.licence_of(package)) is None, name
+        checked += 1
+    assert checked > 20
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -57,7 +57,7 @@ function operation(path, method, one) {
       return el("div.answer", el("strong", status), el("p", ...prose(description)), ...(status < 300 ? content(rest) : []));
     })));
   made.classList.add("panel");
-  made.firstChild.replaceChildren(el(`span.method.${method}`, method.toUpperCase()), el("code", path), el("span.note", ...prose(one.summary)));
+  made.firstChild.replaceChildren(el(`span.method.${method}`, method.toUpperCase()), el("code", path), " ", el("span.note", ...prose(one.summary)));
   return made;
 }
 
