@@ -110,6 +110,9 @@ class Claims:
             _log.warning("the clock of the database leapt ahead, leases are renewed", seconds=ahead - self._clock_ahead)
             self._distrusted_until = time.monotonic() + 2 * lease / _RENEWALS
             self._next_renewal = 0.0
+        elif ahead > self._clock_ahead - lease:
+            # An answer that came late makes the clock seem to be less ahead.
+            ahead = max(ahead, self._clock_ahead)
         self._clock_ahead = ahead
 
     async def _release_unknown(

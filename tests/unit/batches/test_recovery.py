@@ -120,6 +120,31 @@ async def test_few_lines_wait_near_the_end(tmp_path: Path) -> None:
         assert 100 == (await one.ended(batch)).succeeded
 
 
+async def test_lines_that_are_given_back_wait_for_any_process(tmp_path: Path) -> None:
+    """Also those that are marked as running, because the write that they have stopped had failed."""
+    async with process(tmp_path) as one:
+        batch = await _with_surplus(one)
+        running = one.runner._batches[batch.id]
+        numbers = [line.number for line in running.claimed()]
+        lines = one.files.store.lines
+        await lines.mark_running(running.part, numbers)
+        await lines.give_back(running.part, numbers)
+        assert [] == await lines.claimed(running.part)
+        one.host.busy = False
+        running.drop(numbers)
+        assert 200 == (await one.ended(batch)).succeeded
+
+
+async def test_a_late_answer_is_no_leap_of_the_clock(tmp_path: Path) -> None:
+    """The clock of the database seems to be behind then, and as far ahead as before with the next answer."""
+    one = Process(tmp_path)
+    own = one.runner._claims
+    for late, expected in ((0.0, False), (30.0, False), (0.0, False), (-100.0, True)):
+        own._note_clock(time.monotonic() + 1e9 - late)
+        assert expected == (own._distrusted_until > 0)
+    await one.files.store.close()
+
+
 async def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases are renewed at the next step, and not after a fourth of their time."""
     async with process(tmp_path) as one:
