@@ -86,10 +86,14 @@ class Claims:
             self._next_renewal = due
         parts = list(self._batches.values())
         lives = list(self.lives.values())
+        # The validation of a batch claims a part of it, which may be here only after the overview.
+        validating = {life.batch.id for life in lives if "validated_at" not in life.batch.times}
         overview = await self._leases.overview(self._holder)
         self._compare_parts(parts, overview)
         self._compare_lives(lives, overview)
-        await self._release_unknown(parts, lives, overview)
+        known = {*(running.part for running in parts), *(Part(life.batch.id, 0) for life in lives)}
+        unknown = [part for part in overview.leases if part not in known and part.batch not in validating]
+        await self._release_unknown(unknown)
         self.open = overview.batches
         self._note_clock(overview.clock)
         if time.monotonic() < self._distrusted_until:
@@ -110,25 +114,21 @@ class Claims:
             _log.warning("the clock of the database leapt ahead, leases are renewed", seconds=ahead - self._clock_ahead)
             self._distrusted_until = time.monotonic() + 2 * lease / _RENEWALS
             self._next_renewal = 0.0
+        elif ahead > self._clock_ahead - lease:
+            # An answer that came late makes the clock seem to be less ahead.
+            ahead = max(ahead, self._clock_ahead)
         self._clock_ahead = ahead
 
-    async def _release_unknown(
-        self, parts: Sequence[RunningBatch], lives: Sequence[RunningLife], overview: Overview
-    ) -> None:
+    async def _release_unknown(self, unknown: Sequence[Part]) -> None:
         """
-        End the leases of this process that it did not have before the *overview*.
+        End the leases of this process that it did not have before the overview.
 
         A claim whose answer was lost left them: the database has made it. They would be renewed without end.
         """
-        known = {running.part for running in parts}
-        known |= {Part(life.batch.id, 0) for life in lives}
-        # The validation of a batch claims a part of it.
-        validated = {life.batch.id for life in lives if "validated_at" not in life.batch.times}
-        for part in overview.leases:
-            if part not in known and part.batch not in validated:
-                _log.warning("lease of a lost claim released", batch=part.batch, part=part.number)
-                with suppress(LeaseLost):
-                    await self._leases.release_unknown(part, self._holder)
+        for part in unknown:
+            _log.warning("lease of a lost claim released", batch=part.batch, part=part.number)
+            with suppress(LeaseLost):
+                await self._leases.release_unknown(part, self._holder)
 
     def _compare_parts(self, parts: Sequence[RunningBatch], overview: Overview) -> None:
         """Note what others have done to *parts*, which this process had before the overview."""

@@ -45,7 +45,7 @@ class CongestionMonitor:
     def _check_first_tokens(self, target: str) -> None:
         waits = self._first_tokens.of(target)
         running = self._limits.running_for(target)
-        if running > self._limits.allowed().get(target, 0):
+        if self._limits.is_exceeded(target):
             # What was done shows when the lines have ended.
             waits.clear()
             return

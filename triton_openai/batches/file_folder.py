@@ -49,8 +49,8 @@ class Files:
     """
     Files in a folder, and the tables about them. Nothing is created before the first file is.
 
-    The folder belongs to one machine, and so does the database: replicas have a bucket and PostgreSQL in their place. It
-    has more than 20 methods because each is what a folder and a bucket do differently, or what several of those need.
+    The folder belongs to one machine, and so does the database: replicas have a bucket and PostgreSQL in their place.
+    It has more than 20 methods because each is what a folder and a bucket do differently, or what several need.
     Raises :class:`ConfigurationError` for a folder with PostgreSQL.
     """
 

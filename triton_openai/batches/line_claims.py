@@ -141,6 +141,8 @@ class LineClaims:
 
         These are lines that could not start for a while, and those that are many more than may run here now.
         """
+        if running.starting is not None or running.unsure:
+            return
         without_capacity = self._models_without_capacity(running)
         numbers: list[int] = []
         for model, lines in running.waiting.items():

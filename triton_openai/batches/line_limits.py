@@ -72,6 +72,11 @@ class Limit:
         return self.allowed
 
     @property
+    def is_exceeded(self) -> bool:
+        """Whether more runs than may, since the limit shrank: lines that run are not ended."""
+        return self.running + self.live > self._total
+
+    @property
     def has_room(self) -> bool:
         """Whether another line may run now."""
         return self.running < self.lines
@@ -176,6 +181,10 @@ class ModelLimits:
     def running_for(self, target: str) -> int:
         """Return how many lines run for a Triton model."""
         return sum(limit.running for limit in self._limits.get(target, {}).values())
+
+    def is_exceeded(self, target: str) -> bool:
+        """Return whether a limit of a Triton model shrank, and the lines that are too many have not ended."""
+        return target in self._limits and any(limit.is_exceeded for limit in self.of(target))
 
     def allowed(self) -> Mapping[str, int]:
         """Return how many lines of each Triton model may run."""

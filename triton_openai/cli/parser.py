@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
         self.arguments.append((names, keywords))
         return super().add_argument(*names, **keywords)
 
-    def add_to(self, group: argparse._ArgumentGroup, *names: Any, **keywords: Any) -> argparse.Action:
+    def add_to(self, group: Any, *names: Any, **keywords: Any) -> argparse.Action:
         """Add an argument in a *group* of the help."""
         self.arguments.append((names, keywords))
         return group.add_argument(*names, **keywords)

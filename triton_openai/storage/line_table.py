@@ -139,7 +139,7 @@ class LineTable(Tables):
         """Make lines that were claimed and do not run wait again, for any process."""
         yield from lock_part(part)
         yield (
-            "UPDATE line SET state = 0 WHERE batch = $1 AND part = $2 AND state = 1 AND running = 0"
+            "UPDATE line SET state = 0, running = 0 WHERE batch = $1 AND part = $2 AND state = 1"
             " AND number IN NUMBERS($3)",
             *(part.batch, part.number, json.dumps([*numbers])),
         )

@@ -14,7 +14,7 @@ import obstore
 import pytest
 
 from tests.cases import every_case
-from tests.unit.batches.test_batch_runner import NAMES, OWNER, Host, Process, process
+from tests.unit.batches.test_batch_runner import NAMES, OWNER, Host, Process, process, request
 from tests.unit.batches.test_width import Sharing
 from triton_openai.batches import claims, timing
 from triton_openai.batches.bucket import BucketFiles
@@ -118,6 +118,64 @@ async def test_few_lines_wait_near_the_end(tmp_path: Path) -> None:
             assert one.runner._batches[batch.id].window <= 20
         host.may_answer.set()
         assert 100 == (await one.ended(batch)).succeeded
+
+
+async def test_lines_that_are_given_back_wait_for_any_process(tmp_path: Path) -> None:
+    """Also those that are marked as running, because the write that they have stopped had failed."""
+    async with process(tmp_path) as one:
+        batch = await _with_surplus(one)
+        running = one.runner._batches[batch.id]
+        numbers = [line.number for line in running.claimed()]
+        lines = one.files.store.lines
+        await lines.mark_running(running.part, numbers)
+        await lines.give_back(running.part, numbers)
+        assert [] == await lines.claimed(running.part)
+        one.host.busy = False
+        running.drop(numbers)
+        assert 200 == (await one.ended(batch)).succeeded
+
+
+async def test_a_part_that_is_claimed_while_leases_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of the lines that validation rejects is no lost claim, although it comes during the overview."""
+    one = Process(tmp_path)
+    leases = one.files.store.leases
+    overview = leases.overview
+    release = leases.release_unknown
+    released: list[Any] = []
+    held_back: list[str] = []
+
+    async def slow(holder: str) -> Any:
+        if one.runner._claims.lives and not held_back:
+            held_back.append(holder)
+            # Until the batch is validated, and its part is here.
+            while not one.runner._batches:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        return await overview(holder)
+
+    async def noted(part: Any, holder: str) -> None:
+        released.append(part)
+        await release(part, holder)
+
+    monkeypatch.setattr(leases, "overview", slow)
+    monkeypatch.setattr(leases, "release_unknown", noted)
+    one.host.busy = True
+    one.start()
+    batch = await one.batch(request("wrong", body={"model": "m", "prompt": "wrong type"}) + request("right"))
+    await one.until(batch, lambda found: found.failed == 1)
+    one.host.busy = False
+    assert 1 == (await one.ended(batch)).succeeded
+    assert (1, []) == (len(held_back), released)
+    await one.stop()
+
+
+async def test_a_late_answer_is_no_leap_of_the_clock(tmp_path: Path) -> None:
+    """The clock of the database seems to be behind then, and as far ahead as before with the next answer."""
+    one = Process(tmp_path)
+    own = one.runner._claims
+    for late, expected in ((0.0, False), (30.0, False), (0.0, False), (-100.0, True)):
+        own._note_clock(time.monotonic() + 1e9 - late)
+        assert expected == (own._distrusted_until > 0)
+    await one.files.store.close()
 
 
 async def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -525,6 +525,29 @@ def test_long_waits_halve_limits(clock: Clock) -> None:
     assert {"M": 4, "N": 8} == limits.allowed()
 
 
+async def test_waits_count_while_live_requests_vary(clock: Clock) -> None:
+    """More live requests leave fewer lines, and hide no long waits: nothing was shrunk yet."""
+    host = Host()
+    host.max_running = 256
+    limits = ModelLimits(host)
+    (limit,) = limits.of("M")
+    limit.running = 40
+    limit.allowed = 40
+    limit.overloaded(clock())
+    limit.allowed = 64
+    host.live = lambda target: 22  # type: ignore[method-assign]
+    first_tokens = FirstTokens()
+    monitor = CongestionMonitor(host, first_tokens, limits)
+    waits = first_tokens.of("M")
+    waits.usual = 0.1
+    for _ in range(20):
+        waits.add(0.5)
+    assert limits.allowed_for("M") < 40
+    monitor.check()
+    assert limit.allowed < 64
+    await monitor.close()
+
+
 def test_one_process_of_a_machine_polls(tmp_path: Path) -> None:
     """One process is the poller, until it ends; each sees what another one announces, once."""
     first, second = Changes(tmp_path), Changes(tmp_path)

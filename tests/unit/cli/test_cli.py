@@ -119,7 +119,7 @@ def test_no_suggestion_misleads(name: str) -> None:
     [
         (
             [],
-            "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, batch, parse,",
+            "The command is missing. The commands are serve, demo, inspect, check, collect-env, chat, bench, batch,",
         ),
         (["--port", "1"], "The command is missing. To serve models, write it before the options: triton-openai serve"),
         (["--model-repository", "m"], "options: triton-openai serve --model-repository. The commands are serve, demo"),
