@@ -12,11 +12,15 @@ in ``make test-all`` with all. See :func:`examples`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import hypothesis
 import pytest
+
+T = TypeVar("T")
 
 # Clients, and what is built of the package: that takes half a minute.
 _BEGINNINGS = ("tests/clients/", "tests/integration/test_image.py", "tests/integration/test_wheel.py")
@@ -59,6 +63,14 @@ def examples(count: int, few: int = FEW) -> int:
     if is_sample():
         return min(count, few)
     return count
+
+
+def sample(items: Sequence[T], few: int = FEW) -> Sequence[T]:
+    """Return *items*, or in `make test` at most *few* of them from all parts. The test needs the mark ``sampled``."""
+    count = examples(len(items), few)
+    if count == len(items):
+        return items
+    return items[:: math.ceil(len(items) / count)]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

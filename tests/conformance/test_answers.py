@@ -27,7 +27,7 @@ from tests.conformance.calls import (
     outcome,
     steered,
 )
-from tests.extended import examples
+from tests.extended import sample
 from tests.proxy_fixture import Answer, Proxy
 
 pytestmark = in_session_loop
@@ -119,7 +119,7 @@ CASES = (
          in_parts={"text": f'x\n\ndata: y\r\n"\\\t\u0000{BROKEN * 3}</s>'}),
 )  # fmt: skip
 #: Those that are asked over gRPC too.
-COMPARED = CASES[:: len(CASES) // examples(len(CASES), few=6)]
+COMPARED = sample(CASES, few=6)
 
 
 @pytest.mark.sampled

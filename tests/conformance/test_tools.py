@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from tests.cases import every_case
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
-from tests.extended import examples
+from tests.extended import sample
 from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai import offload
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -349,7 +349,7 @@ async def test_a_forced_answer_cut_at_every_token(tooled, mode):
     choice, text = FORCED[mode]
     prompt = steered(text=text)
     answers: list[tuple[Any, bool]] = []
-    for limit in range(1, 200, 200 // examples(200, few=50)):
+    for limit in sample(range(1, 200), few=50):
         answers.append(await everywhere(tooled, choice, prompt, limit))
         if not answers[-1][1]:
             break

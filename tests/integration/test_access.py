@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tests.clients.service import serving as running
 from tests.clients.service import until
 from tests.conformance.fake_triton import FakeTriton, config_of
-from tests.extended import examples
+from tests.extended import sample
 from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import TestTriton
 from tests.unit.prompts.test_template_support import save
@@ -176,7 +176,7 @@ def spelled() -> frozenset[str]:
         found.setdefault(route.handler, []).append(route.resource.canonical.replace("{model}", "m"))
     chosen = [paths[number % len(paths)] for number, paths in enumerate(found.values())]
     # What refuses a request is the same for all handlers.
-    return frozenset(chosen[:: len(chosen) // examples(len(chosen), few=15)])
+    return frozenset(sample(chosen, few=15))
 
 
 def tried(path: str, methods: set[str]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.clients.service import steered
-from tests.extended import examples
+from tests.extended import sample
 from tests.faults.event_loop import USUAL, exposed
 from tests.triton_fixture import TestTriton
 from triton_openai.api.messages.types import MessageParam
@@ -21,7 +21,7 @@ JSON = {"Content-Type": "application/json"}
 async def test_large_requests_are_not_refused(triton: TestTriton) -> None:
     """The limits leave room for what people send; ``make turns`` measures how long it holds the event loop."""
     async with exposed(triton) as proxy:
-        for name in list(USUAL)[:: len(USUAL) // examples(len(USUAL), few=5)]:
+        for name in sample(list(USUAL), few=5):
             path, body = USUAL[name]()
             answer = await proxy.post(path, body)
             # The stand-ins have short contexts.

@@ -29,7 +29,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterato
         import pytest
         from hypothesis import given, strategies
 
-        from tests.extended import examples
+        from tests.extended import examples, sample
 
         tried = []
 
@@ -45,7 +45,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
         @pytest.mark.sampled
         def test_sampled():
-            print(f"sampled {examples(300)} {examples(300, few=7)} {examples(5)}")
+            print(f"sampled {examples(300)} {examples(300, few=7)} {examples(5)} {len(sample(range(300), few=7))}")
         """
     )
     yield pytester
@@ -89,7 +89,7 @@ def test_make_test_tries_a_few_examples(suite: pytest.Pytester) -> None:
     result = _run(suite, "-m", "not extended")
 
     result.assert_outcomes(passed=4)
-    result.stdout.fnmatch_lines([f"*tried {FEW}*", f"*sampled {FEW} 7 5*"])
+    result.stdout.fnmatch_lines([f"*tried {FEW}*", f"*sampled {FEW} 7 5 7*"])
 
 
 def test_the_rest_tries_all_examples(suite: pytest.Pytester) -> None:
@@ -98,7 +98,7 @@ def test_the_rest_tries_all_examples(suite: pytest.Pytester) -> None:
 
     # Of the two others, neither is extended.
     result.assert_outcomes(passed=3, deselected=2)
-    result.stdout.fnmatch_lines(["*sampled 300 300 5*"])
+    result.stdout.fnmatch_lines(["*sampled 300 300 5 300*"])
 
 
 def test_all_tests_try_all_examples(suite: pytest.Pytester) -> None:
@@ -106,4 +106,4 @@ def test_all_tests_try_all_examples(suite: pytest.Pytester) -> None:
     result = _run(suite)
 
     result.assert_outcomes(passed=5)
-    result.stdout.fnmatch_lines(["*tried 100*", "*sampled 300 300 5*"])
+    result.stdout.fnmatch_lines(["*tried 100*", "*sampled 300 300 5 300*"])

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.parsers import CALLS
 from tests.cases import every_case
-from tests.extended import examples
+from tests.extended import examples, sample
 from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.grammar import Grammar
@@ -94,23 +95,25 @@ def test_a_whole_text(case: Case) -> None:
     assert expected(case) == parse(case.parser, [case.text])
 
 
+@pytest.mark.sampled
 @every_case("case", CASES, ids=title)
 def test_every_border(case: Case) -> None:
     """Cutting the text anywhere changes nothing, and neither does cutting it everywhere."""
     whole = parse(case.parser, [case.text])
 
-    for border in range(len(case.text) + 1):
+    for border in sample(range(len(case.text) + 1), few=12):
         assert whole == parse(case.parser, [case.text[:border], case.text[border:]]), case.text[:border]
     assert whole == parse(case.parser, case.text)
     assert whole == parse(case.parser, [piece for character in case.text for piece in ("", character, "")])
 
 
+@pytest.mark.sampled
 @every_case("case", CASES, ids=title)
 def test_every_end(case: Case) -> None:
     """A text may end anywhere: nothing is lost from what no call was made of, and calls are no longer than before."""
     whole = parse(case.parser, [case.text])
 
-    for end in range(len(case.text)):
+    for end in sample(range(len(case.text)), few=12):
         cut = parse(case.parser, [case.text[:end]])
         assert cut == parse(case.parser, case.text[:end])
         if not cut.calls and case.parser != "openai":
