@@ -22,7 +22,7 @@ import soundfile
 import soxr
 
 from bench.figures import table, written
-from triton_openai.load.figures import percentile
+from triton_openai.load.tally import percentile
 
 _RATE = 24_000
 # Seconds of audio in an event, and of silence behind the recording: the last turn ends in it.

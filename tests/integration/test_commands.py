@@ -212,11 +212,11 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
 def test_models_at_run_time(tmp_path: Path) -> None:
     """A Triton started here has the models that are named, loads others when asked, and listens for its own clients."""
     repository = build_repository(tmp_path / "repository", models=["text_embedding", "text_rerank"])
-    arguments = ("--log-level", "error", "--model-repository", str(repository.path))
-    arguments += ("--model-control-mode", "explicit", "--load-model", "text_embedding")
+    serve = ("--log-level", "error", "--model-repository", str(repository.path))
+    control = ("--model-control-mode", "explicit", "--load-model", "text_embedding")
     ports = free_ports(2)
     listen = ("--enable-kserve-frontends", "--kserve-http-port", str(ports[0]), "--kserve-grpc-port", str(ports[1]))
-    with serving(tmp_path, *arguments, *listen) as service:
+    with serving(tmp_path, *serve, *control, *listen) as service:
         # The other one is there, and waits.
         states = {model["name"]: model["state"].partition(":")[0] for model in service.banner["models"]}
         assert {"text_embedding": "ready", "text_rerank": "not loaded"} == states

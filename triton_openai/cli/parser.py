@@ -27,7 +27,8 @@ class CommandParser(argparse.ArgumentParser):
     def add_to(self, group: Any, *names: Any, **keywords: Any) -> argparse.Action:
         """Add an argument in a *group* of the help."""
         self.arguments.append((names, keywords))
-        return group.add_argument(*names, **keywords)
+        action: argparse.Action = group.add_argument(*names, **keywords)
+        return action
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`ConfigurationError`."""
