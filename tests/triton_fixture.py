@@ -123,12 +123,14 @@ def wait_for_end(server: EmbeddedTriton, timeout: float) -> int | None:
 @contextlib.contextmanager
 def shared(server: EmbeddedTriton) -> Iterator[None]:
     """Run *server* for several tests."""
-    server.start()
-    _SHARED.append(server)
     try:
+        server.start()
+        _SHARED.append(server)
         yield
     finally:
-        _SHARED.remove(server)
+        if server in _SHARED:
+            _SHARED.remove(server)
+        # Also a start that took too long leaves a process behind.
         server.stop(timeout=1.0)
 
 

@@ -107,14 +107,14 @@ class _AsyncTransport(httpx2.AsyncHTTPTransport):
 @pytest.fixture
 def connection() -> Iterator[httpx2.Client]:
     """What a client sends its requests over."""
-    with httpx2.Client(transport=_Transport(), timeout=60) as made:
+    with httpx2.Client(transport=_Transport(), timeout=240) as made:
         yield made
 
 
 @pytest.fixture
 async def async_connection() -> AsyncIterator[httpx2.AsyncClient]:
     """The same for asynchronous clients."""
-    async with httpx2.AsyncClient(transport=_AsyncTransport(), timeout=60) as made:
+    async with httpx2.AsyncClient(transport=_AsyncTransport(), timeout=240) as made:
         yield made
 
 
