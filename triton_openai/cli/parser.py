@@ -24,11 +24,10 @@ class CommandParser(argparse.ArgumentParser):
         self.arguments.append((names, keywords))
         return super().add_argument(*names, **keywords)
 
-    def add_to(self, group: Any, *names: Any, **keywords: Any) -> argparse.Action:
+    def add_to(self, group: Any, *names: Any, **keywords: Any) -> None:
         """Add an argument in a *group* of the help."""
         self.arguments.append((names, keywords))
-        action: argparse.Action = group.add_argument(*names, **keywords)
-        return action
+        group.add_argument(*names, **keywords)
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`ConfigurationError`."""
