@@ -66,6 +66,7 @@ _BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
 _EACH_SECOND = {
     "triton_openai.access.authorizer:Authorizer.watch",
     "triton_openai.batches.batch_runner:BatchRunner.run",
+    "triton_openai.batches.batch_runner:BatchRunner._sweep",
     "triton_openai.batches.batch_runner:BatchRunner._watch",
     "triton_openai.serving.connections:_date",
     "triton_openai.telemetry.logging:_second",

@@ -220,7 +220,8 @@ async def test_a_backend_that_falls_silent(impatient, triton, model):
 
     assert 200 == answer.status
     *chunks, last = answer.events
-    assert '"content":"w"' in "".join(chunks)
+    # What comes together may be one chunk.
+    assert '"content":"w' in "".join(chunks)
     error = json.loads(last)["error"]
     assert ("upstream_silent", "server_error") == (error["code"], error["type"])
     assert "The model sent no further token for 0.3 seconds." == error["message"]

@@ -345,7 +345,12 @@ class Fragile(Host):
         self.killed_at = list(killed_at)
         #: Lines that it is killed with when they run alone for the first time.
         self.met_once: set[str] = set()
+        #: How many lines begin before the first one is answered.
+        self.together = 0
         self.max_running = 8
+
+    def capacity(self, target: str) -> float:
+        return self.max_running
 
     async def probe(self, batch: Batch, model: str) -> None:
         if self.triton.away:
@@ -366,6 +371,8 @@ class Fragile(Host):
                 await asyncio.sleep(0)
                 if died.is_set():
                     return self.refusal(batch, errors.UpstreamLost("no"))
+            while self.calls.total() < self.together:  # noqa: ASYNC110 - all of them begin soon
+                await asyncio.sleep(0)
             killed = bool(self.killed_at) and self.calls.total() >= self.killed_at[0]
             if killed:
                 del self.killed_at[0]
@@ -408,12 +415,13 @@ async def test_lines_that_end_their_triton(poison: tuple[int, ...], running: int
 async def test_large_groups_are_divided(tmp_path: Path) -> None:
     """Of many lines that ran together, an eighth runs again at a time: a poison line costs one more death for that."""
     names = [f"id-{number}" for number in range(128)]
-    triton = Triton("id-70")
+    triton = Triton("id-0")
     host = Fragile(triton)
     host.max_running = 256
+    host.together = 20
     async with process(tmp_path, host) as one:
         done = await one.ended(await one.batch(names))
-        assert {name: [502] if name == "id-70" else [200] for name in names} == one.results(done)
+        assert {name: [502] if name == "id-0" else [200] for name in names} == one.results(done)
     sizes = [len(died) for died in triton.deaths]
     assert sizes[0] > 16
     assert len(sizes) <= 5

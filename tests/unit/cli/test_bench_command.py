@@ -101,7 +101,7 @@ def test_a_window_of_time(server: ChatServer, capsys: pytest.CaptureFixture[str]
         (["--seconds", "nan"], "Argument --seconds: 'nan' is not accepted: expected a number."),
         (["--timeout", "-1"], "Argument --timeout: '-1' is not accepted: expected a number above 0."),
         (["--stream", "1"], "--stream is not an option of `triton-openai bench`. Did you mean --streams?"),
-        (["x"], "x is not an option of `triton-openai bench`. See triton-openai bench --help."),
+        (["x"], "`triton-openai bench` takes options only, and 'x' is none: leave it out."),
     ],
 )
 def test_mistakes(arguments: list[str], message: str) -> None:

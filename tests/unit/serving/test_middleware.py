@@ -11,8 +11,8 @@ import pytest
 from triton_openai.app import create_app
 from triton_openai.config.tree import AccessSettings, Settings
 from triton_openai.draining import DRAINING, Draining
-from triton_openai.serving import middleware
 from triton_openai.serving.execution import Executor
+from triton_openai.telemetry import request_record
 from triton_openai.telemetry.request_record import RequestRecord
 
 
@@ -41,7 +41,7 @@ async def test_every_answer_says_how_long_it_took(aiohttp_client: Any, monkeypat
     """`openai-processing-ms` has the milliseconds until the head, of errors too, and pages may read it."""
     client = await aiohttp_client(create_app(Settings(access=AccessSettings(cors_allow_origin=("*",)))))
     # By its clock, 12 seconds have passed when the head is written.
-    monkeypatch.setattr(middleware, "time", Mock(monotonic=lambda: time.monotonic() + 12))
+    monkeypatch.setattr(request_record, "time", Mock(monotonic=lambda: time.monotonic() + 12))
     for path, status in (("/health/live", 200), ("/v1/nothing", 404)):
         answer = await client.get(path, headers={"Origin": "http://page"})
         assert status == answer.status
