@@ -233,6 +233,21 @@ class ChatTemplate(PromptTemplate):
     def _names(self, word: str) -> bool:
         return f"'{word}'" in self.source or f'"{word}"' in self.source
 
+    def _shows_developers(self) -> bool:
+        """
+        Return whether the prompt has a developer's message.
+
+        Some templates only name the role, and some lose the message beside tools.
+        """
+        messages = [{"role": "developer", "content": _VALUE}, _QUESTION]
+        if not self._shows(_VALUE, *messages):
+            return False
+        if "tools" not in self.variables:
+            return True
+        with_tools = self._attempt(messages, [_TOOL])
+        # A template that refuses this tool shows nothing of messages.
+        return with_tools is None or _VALUE in with_tools
+
     def _probe(self) -> None:
         """Find out which messages the template takes."""
         parts = [{"type": "text", "text": _NAME}, {"type": "text", "text": _VALUE}]
@@ -245,10 +260,7 @@ class ChatTemplate(PromptTemplate):
                 self.image_part = part
         if self.takes_parts and self._names("audio"):
             self.audio_part = {"type": "audio"}
-        # Some templates name the role only.
-        self.takes_developers = self._names("developer") and self._shows(
-            _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
-        )
+        self.takes_developers = self._names("developer") and self._shows_developers()
         early, late = ({"role": "system", "content": text} for text in (_NAME, _VALUE))
         # Some show only the last system message, and lose the first one.
         self.takes_late_system = all(
@@ -315,6 +327,10 @@ _QUOTED = re.compile(rf"""["']{_NAME}["']""")
 _SHORT_ID = "Ab3dE6gH9"
 _LONG_ID = "call_0123456789abcdef01234567"
 _QUESTION = {"role": "user", "content": "Probe."}
+_TOOL = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "Probes.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def _conversation(form: ToolForm, call_id: str) -> list[dict[str, Any]]:

@@ -87,6 +87,18 @@ def test_developers_are_known_in_a_list_too() -> None:
     assert [{"role": "developer", "content": "d"}] == prepare(decode({"role": "developer", "content": "d"}), template)
 
 
+def test_developers_that_are_lost_beside_tools() -> None:
+    """A template that has a developer's message only without tools gets it as the system's."""
+    source = (
+        "{% if tools %}{{ tools | tojson }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{% elif messages[0].role in ['system', 'developer'] %}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages if m.role not in ['system', 'developer'] %}{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source, name="lost")
+
+    assert [{"role": "system", "content": "d"}] == prepare(decode({"role": "developer", "content": "d"}), template)
+
+
 @every_case("role", ["critic", "", None, 3])
 def test_unknown_roles_fail_to_decode(role: object) -> None:
     """A role that does not exist is refused where the request is decoded."""
