@@ -328,7 +328,7 @@ def test_compaction(client: OpenAI) -> None:
     # Only an input that is too long is the client's mistake.
     with pytest.raises(openai.BadRequestError, match="context"):
         client.responses.compact(model="vllm_model", input="word " * 9000)
-    with pytest.raises(openai.InternalServerError, match="no summary"):
+    with pytest.raises(openai.UnprocessableEntityError, match="no summary"):
         client.responses.compact(model="vllm_model", input=steered(text=""))
 
 

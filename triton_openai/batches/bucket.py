@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -93,12 +94,14 @@ class BucketFiles(Files):
 
     async def upload(self, key: str, descriptor: int, start: int = 0) -> None:
         """Create the object *key* from the bytes of a file from *start* on. Raises :class:`StoreUnavailable`."""
-        # A descriptor of its own: a thread may still read after the caller was cancelled and has closed the other one.
-        content = BufferedReader(FileIO(os.dup(descriptor)))
+        # A descriptor of its own, which is closed with the reader: a thread may still read after the caller was
+        # cancelled and has closed the other one.
+        own = os.dup(descriptor)
+        content = BufferedReader(FileIO(own, closefd=False))
+        weakref.finalize(content, os.close, own)
         content.seek(start)
         with _reported():
             await obstore.put_async(self.bucket, key, content, chunk_size=_PART, max_concurrency=_AT_ONCE)
-        content.close()
 
     async def read(self, name: str, start: int, end: int) -> bytes:
         """
