@@ -318,9 +318,9 @@ async def test_a_client_that_reads_nothing(triton: TestTriton) -> None:
     async with serving(settings) as proxy, connected(proxy) as socket:
         await proxy.ready()
         transport = socket.raw.get_extra_info("socket")
-        transport.setsockopt(SOL_SOCKET, SO_RCVBUF, 4096)
+        transport.setsockopt(SOL_SOCKET, SO_RCVBUF, 16384)
         # Each event has twenty alternatives of its token.
-        text = "word " * 300
+        text = "word " * 150
         await socket.ask(text, top_logprobs=20, include=["message.output_text.logprobs"])
         await socket.ask("after", stream_id="b")
         texts: list[str] = []

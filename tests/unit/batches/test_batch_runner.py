@@ -34,8 +34,8 @@ from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
 from triton_openai.app import create_app
+from triton_openai.batches import claims, inputs, quarantine, timing
 from triton_openai.batches import file_folder as files_module
-from triton_openai.batches import inputs, quarantine, timing
 from triton_openai.batches import results as results_module
 from triton_openai.batches.batch_runner import BatchRunner
 from triton_openai.batches.bucket import BucketFiles, file_key
@@ -1201,6 +1201,8 @@ class Life(RuleBasedStateMachine):
         self._patch = pytest.MonkeyPatch()
         for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
             self._patch.setattr(timing, name, 0.001)
+        # After a leap of the clock, nothing is claimed for a while.
+        self._patch.setattr(claims, "_RENEWALS", 1000)
         # Processes die often here, and lines are not to blame.
         self._patch.setattr(quarantine, "_MAX_PROCESS_DEATHS", 1000)
         self._now = time.time
