@@ -73,7 +73,11 @@ async def session(url: str, model: str, silence: int) -> dict[str, list[float]]:
         with_delta: set[str] = set()
         missing = 1
         while missing or not sending.done():
-            event = await socket.receive_json(timeout=60)
+            try:
+                event = await socket.receive_json(timeout=1)
+            except TimeoutError:
+                # The last turn may end before the silence behind it.
+                continue
             now = time.monotonic() - began
             kind = event["type"]
             item = event.get("item_id", "")
