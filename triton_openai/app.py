@@ -166,7 +166,7 @@ def create_app(
     if files is not None:
         service.batches = BatchRunner(files, LineHost(service), first_tokens, metrics)
     fleet.leasing.on_capacity = service.admission.admit
-    fleet.engine_room.on_room = service.admission.set_room
+    fleet.engine_capacity.on_change = service.admission.set_engine_capacity
     _limit(fleet, worker, settings.server)
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service

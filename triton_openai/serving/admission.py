@@ -83,7 +83,7 @@ class Admission:
             return math.inf
         return self._worker.share(limit)
 
-    def set_room(self, model: str, more: float, limit: float) -> None:
+    def set_engine_capacity(self, model: str, more: float, limit: float) -> None:
         """
         Admit so many *more* requests for *model* from now on, and up to *limit* at a time.
 

@@ -30,7 +30,7 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.triton.client import Receiver, ResponseStream, TritonClient
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify, cut_off_error, public_reason
 from triton_openai.triton.tensors import CarriedResponse, Delivery, InferRequest, InferResponse, Tensor
@@ -133,10 +133,10 @@ def _single_tokens(delivery: Delivery) -> list[Delivery]:
 
 
 class Carriers:
-    """The carriers to the models of one Triton. They report the queues of its engines to *room*."""
+    """The carriers to the models of one Triton. They report the queues of its engines to *capacity*."""
 
-    def __init__(self, room: EngineRoom) -> None:
-        self._room = room
+    def __init__(self, capacity: EngineCapacity) -> None:
+        self._capacity = capacity
         self._carriers: dict[tuple[TritonClient, str], Carrier] = {}
         self._revivals = Revivals()
 
@@ -145,7 +145,7 @@ class Carriers:
         key = (client, request.model)
         carrier = self._carriers.get(key)
         if carrier is None or carrier.closed:
-            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start, self._room)
+            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start, self._capacity)
         return CarriedStream(carrier, request, receiver)
 
     def close(self) -> None:
@@ -169,10 +169,10 @@ class Carrier:
         client: TritonClient,
         request: InferRequest,
         silent: Callable[[TritonClient, str], None],
-        room: EngineRoom,
+        capacity: EngineCapacity,
     ) -> None:
         self._silent = silent
-        self._room = room
+        self._capacity = capacity
         self.client = client
         self.model = request.model
         self.closed = False
@@ -188,7 +188,7 @@ class Carrier:
         self._heard = monotonic()
         self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
         opening = self._message("carrier", 0, f"carrier-{self._name}", request)
-        room.expect(self.model, self)
+        capacity.expect(self.model, self)
         self._stream = client.stream(opening, self)
 
     def _message(self, kind: str, number: int, request_id: str, like: InferRequest) -> InferRequest:
@@ -273,7 +273,7 @@ class Carrier:
             raise InvalidAnswer("a response of a carrier is missing", model=self.model)
         self._read = answer.number
         if not self.closed:
-            self._room.report(self.model, self, answer.queue)
+            self._capacity.report(self.model, self, answer.queue)
         if not self._open:
             self._open = True
             for stream in list(self._streams.values()):
@@ -300,7 +300,7 @@ class Carrier:
     def close(self) -> None:
         """Close the carrier; the model ends what streams there are."""
         self.closed = True
-        self._room.forget(self.model, self)
+        self._capacity.forget(self.model, self)
         self._looking.cancel()
         if self._idle is not None:
             self._idle.cancel()

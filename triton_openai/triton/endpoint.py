@@ -21,7 +21,7 @@ from triton_openai.tasks import cancel
 from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -32,7 +32,7 @@ class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
 
     def __init__(
-        self, urls: Sequence[str], *, access: TritonAccess = OPEN_ACCESS, room: EngineRoom | None = None
+        self, urls: Sequence[str], *, access: TritonAccess = OPEN_ACCESS, capacity: EngineCapacity | None = None
     ) -> None:
         connection = ConnectionSettings(access=access)
         connection.check(urls)
@@ -57,7 +57,7 @@ class Endpoint:
         #: Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self.grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
-        self._carriers = Carriers(room or EngineRoom())
+        self._carriers = Carriers(capacity or EngineCapacity())
 
     def _for(self, request: InferRequest) -> TritonClient:
         preferred = (request.prefers_grpc or request.priority) and self.grpc_answers is not False

@@ -25,7 +25,7 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS
 from triton_openai.triton.discovery import Discovery
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 from triton_openai.triton.fleet_metrics import CountEvent, FleetMetrics, ignore_event
 from triton_openai.triton.leasing import Leasing
 from triton_openai.triton.member import Member
@@ -105,9 +105,9 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.metrics = FleetMetrics(count)
         #: What the engines that report their queue take.
-        self.engine_room = EngineRoom()
+        self.engine_capacity = EngineCapacity()
         self.leasing = Leasing(settings, self.members, self.metrics)
-        self.engine_room.tritons = self.leasing.triton_count
+        self.engine_capacity.tritons = self.leasing.triton_count
         #: Awaited with the models of all Tritons when these have changed.
         self.on_change: OnChange | None = None
         #: The models of all Tritons together.
@@ -136,7 +136,7 @@ class Fleet:
         self.leasing.update_members()
 
     def _connect_endpoint(self, settings: EndpointSettings) -> Endpoint:
-        return Endpoint(settings.url, access=settings.access or self._access, room=self.engine_room)
+        return Endpoint(settings.url, access=settings.access or self._access, capacity=self.engine_capacity)
 
     # The life of the service
 

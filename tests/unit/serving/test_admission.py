@@ -20,7 +20,7 @@ from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.admission import Admission
 from triton_openai.telemetry.process import LoopLag
 from triton_openai.telemetry.request_record import Observer, RequestRecord
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 
 
 class Seen(Observer):
@@ -99,8 +99,8 @@ class Engine:
         self.memory = max_running
         self._max_running = max_running
         self._admission = admission
-        self._room = EngineRoom()
-        self._room.on_room = admission.set_room
+        self._room = EngineCapacity()
+        self._room.on_change = admission.set_engine_capacity
         self._room.expect("m", self)
 
     async def step(self) -> int:

@@ -13,7 +13,7 @@ from tests.clock import Clock, turns
 from triton_openai.errors import InvalidAnswer, ModelCrashed, ServiceError
 from triton_openai.triton import carrier as module
 from triton_openai.triton.carrier import Carriers, fault_error
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 from triton_openai.triton.tensors import InferRequest, JsonResponse, Tensor
 
 
@@ -92,7 +92,7 @@ def client() -> Client:
 
 async def test_streams_share_a_carrier(client: Any, clock: Clock) -> None:
     """It is opened once, before the streams begin; each stream gets what is its own, and ends alone."""
-    carriers = Carriers(EngineRoom())
+    carriers = Carriers(EngineCapacity())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -109,7 +109,7 @@ async def test_streams_share_a_carrier(client: Any, clock: Clock) -> None:
 
 async def test_what_comes_together_is_passed_on_together(client: Any, clock: Clock) -> None:
     """The tokens of several responses become one for each stream, with all that came once; a lost one ends the rest."""
-    carriers = Carriers(EngineRoom())
+    carriers = Carriers(EngineCapacity())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -133,7 +133,7 @@ async def test_what_comes_together_is_passed_on_together(client: Any, clock: Clo
 
 async def test_tokens_can_be_taken_one_by_one(client: Any, clock: Clock) -> None:
     """Where each token may end the answer, what came together is taken apart."""
-    carriers, reader = Carriers(EngineRoom()), Reader()
+    carriers, reader = Carriers(EngineCapacity()), Reader()
     carriers.stream(client, generation(token_by_token=True), reader)
     client.sent[0].answer({"n": 0, "d": []})
     client.sent[0].answer({"n": 1, "d": [[1, [5, 6, 7], "length", None, [3, 0, 3]]]})
@@ -145,7 +145,7 @@ async def test_tokens_can_be_taken_one_by_one(client: Any, clock: Clock) -> None
 
 async def test_responses_are_acknowledged(client: Any, clock: Clock) -> None:
     """After some of them, and with each request on the way."""
-    carriers = Carriers(EngineRoom())
+    carriers = Carriers(EngineCapacity())
     carriers.stream(client, generation(), Reader())
     opening = client.sent[0]
     for number in range(17):
@@ -162,9 +162,9 @@ async def test_responses_are_acknowledged(client: Any, clock: Clock) -> None:
 
 async def test_the_queue_of_the_engine_is_reported(client: Any, clock: Clock) -> None:
     """With each response; before the first one a limit holds, and the last limit when the carrier has gone."""
-    room = EngineRoom()
+    room = EngineCapacity()
     seen: list[tuple[str, float, float]] = []
-    room.on_room = lambda *values: seen.append(values)
+    room.on_change = lambda *values: seen.append(values)
     carriers = Carriers(room)
     carriers.stream(client, generation(), Reader())
     opening = client.sent[0]
@@ -181,9 +181,9 @@ async def test_the_queue_of_the_engine_is_reported(client: Any, clock: Clock) ->
 
 def test_the_room_of_several_engines() -> None:
     """It is summed; an engine that has not been asked lately counts as one that has room."""
-    room = EngineRoom()
+    room = EngineCapacity()
     seen: list[tuple[str, float, float]] = []
-    room.on_room = lambda *values: seen.append(values)
+    room.on_change = lambda *values: seen.append(values)
     room.tritons = lambda model: 3
     room.report("m", "first", (40, 64))
     room.report("m", "second", (0, 32))
@@ -197,7 +197,7 @@ def test_the_room_of_several_engines() -> None:
 
 async def test_a_stream_that_is_closed_is_cancelled(client: Any, clock: Clock) -> None:
     """The engine is told, and what was on its way is dropped."""
-    carriers, reader = Carriers(EngineRoom()), Reader()
+    carriers, reader = Carriers(EngineCapacity()), Reader()
     stream = carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -213,7 +213,7 @@ async def test_a_stream_that_is_closed_is_cancelled(client: Any, clock: Clock) -
 async def test_a_client_that_reads_slowly(client: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes for a paused stream waits, to a limit; beyond it the engine stops and the client learns why."""
     monkeypatch.setattr(module, "_MAX_WAITING", 24)
-    carriers, reader = Carriers(EngineRoom()), Reader()
+    carriers, reader = Carriers(EngineCapacity()), Reader()
     stream = carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -235,7 +235,7 @@ async def test_a_client_that_reads_slowly(client: Any, clock: Clock, monkeypatch
 
 async def test_a_lost_carrier_ends_its_streams(client: Any, clock: Clock) -> None:
     """Each ends with an error, and the next stream opens another carrier."""
-    carriers = Carriers(EngineRoom())
+    carriers = Carriers(EngineCapacity())
     readers = [Reader(), Reader()]
     for reader in readers:
         carriers.stream(client, generation(), reader)
@@ -261,7 +261,7 @@ _WRONG = {
 async def test_an_answer_that_is_wrong(clock: Clock, name: str) -> None:
     """All streams of the carrier end: what came cannot be told apart any more."""
     client: Any = Client()
-    carriers, reader = Carriers(EngineRoom()), Reader()
+    carriers, reader = Carriers(EngineCapacity()), Reader()
     carriers.stream(client, generation(), reader)
     opening = client.sent[0]
     opening.answer({"n": 0, "d": []})
@@ -294,7 +294,7 @@ def test_errors_by_kind(name: str) -> None:
 
 async def test_a_process_that_falls_silent(client: Any, clock: Clock) -> None:
     """Triton says nothing of a model's process that was killed: its streams end, and Triton loads the model again."""
-    carriers, reader = Carriers(EngineRoom()), Reader()
+    carriers, reader = Carriers(EngineCapacity()), Reader()
     carriers.stream(client, generation(), reader)
     client.sent[0].answer({"n": 0, "d": []})
     await clock.elapse(module.SILENCE + 2, steps=12)

@@ -18,7 +18,7 @@ from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, Trit
 from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.triton.carrier import Carriers
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.engine_room import EngineRoom
+from triton_openai.triton.engine_capacity import EngineCapacity
 from triton_openai.triton.reloading import reload_lock, reloading_error
 from triton_openai.triton.revival import Revivals
 from triton_openai.triton.status import classify
@@ -94,7 +94,7 @@ def request(**fields: Any) -> InferRequest:
 
 async def carried() -> Exception | None:
     """Return the error of a stream of a carrier."""
-    carriers = Carriers(EngineRoom())
+    carriers = Carriers(EngineCapacity())
     client: Any = Refusing()
     reader = Reader()
     carriers.stream(client, request(stream=True, carried=True), reader)

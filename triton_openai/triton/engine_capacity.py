@@ -20,7 +20,7 @@ _WAITING_SHARE = 4
 _UNKNOWN = 256
 
 
-class _Room(msgspec.Struct, frozen=True):
+class _Capacity(msgspec.Struct, frozen=True):
     """What one engine takes."""
 
     #: How many more requests; negative where too many wait.
@@ -29,49 +29,49 @@ class _Room(msgspec.Struct, frozen=True):
     limit: float = math.inf
 
 
-class EngineRoom:
-    """The room of all engines that report their queue, by model."""
+class EngineCapacity:
+    """The capacity of all engines that report their queue, by model."""
 
     def __init__(self) -> None:
         #: Called with a model, how many more requests its engines take now, and how many at a time.
-        self.on_room: Callable[[str, float, float], None] = _ignore
+        self.on_change: Callable[[str, float, float], None] = _ignore
         #: Returns how many Tritons take requests for a model.
         self.tritons: Callable[[str], int] = _one
         # By model, then by what reports.
-        self._rooms: dict[str, dict[object, _Room]] = {}
+        self._engines: dict[str, dict[object, _Capacity]] = {}
 
     def expect(self, model: str, source: object) -> None:
         """Count an engine of *model* that *source* will report about."""
-        self._put(model, source, _Room(more=_UNKNOWN, limit=_UNKNOWN))
+        self._put(model, source, _Capacity(more=_UNKNOWN, limit=_UNKNOWN))
 
     def report(self, model: str, source: object, queue: tuple[int, int] | None) -> None:
         """Take the *queue* of an engine: how many requests wait in it and how many it runs at most, if it says so."""
         if queue is None:
-            self._put(model, source, _Room())
+            self._put(model, source, _Capacity())
             return
         waiting, max_running = queue
         max_waiting = max(_MIN_WAITING, max_running // _WAITING_SHARE)
-        self._put(model, source, _Room(more=max_waiting - waiting, limit=max_running + max_waiting))
+        self._put(model, source, _Capacity(more=max_waiting - waiting, limit=max_running + max_waiting))
 
     def forget(self, model: str, source: object) -> None:
         """Forget the engine that *source* reported about. The limit stays when it was the last one of the model."""
-        rooms = self._rooms.get(model, {})
-        room = rooms.pop(source, None)
-        if rooms:
+        engines = self._engines.get(model, {})
+        capacity = engines.pop(source, None)
+        if engines:
             self._announce(model)
-        elif room is not None:
-            self.on_room(model, math.inf, room.limit)
+        elif capacity is not None:
+            self.on_change(model, math.inf, capacity.limit)
 
-    def _put(self, model: str, source: object, room: _Room) -> None:
-        self._rooms.setdefault(model, {})[source] = room
+    def _put(self, model: str, source: object, capacity: _Capacity) -> None:
+        self._engines.setdefault(model, {})[source] = capacity
         self._announce(model)
 
     def _announce(self, model: str) -> None:
-        rooms = list(self._rooms[model].values())
+        engines = list(self._engines[model].values())
         # Those that have got no requests lately report nothing.
-        silent = max(0, self.tritons(model) - len(rooms))
-        rooms += silent * [_Room(more=_UNKNOWN, limit=_UNKNOWN)]
-        self.on_room(model, sum(room.more for room in rooms), sum(room.limit for room in rooms))
+        silent = max(0, self.tritons(model) - len(engines))
+        engines += silent * [_Capacity(more=_UNKNOWN, limit=_UNKNOWN)]
+        self.on_change(model, sum(capacity.more for capacity in engines), sum(capacity.limit for capacity in engines))
 
 
 def _ignore(model: str, more: float, limit: float) -> None:
