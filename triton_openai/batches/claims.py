@@ -98,9 +98,10 @@ class Claims:
         self._note_clock(overview.clock)
         if time.monotonic() < self._distrusted_until:
             return False
+        # The clock may leap now: what counts is the time that was compared.
         if polls:
-            await self._expire_stale()
-        return not self._host.stopping and await self._claim()
+            await self._expire_stale(overview.clock)
+        return not self._host.stopping and await self._claim(overview.clock)
 
     def _note_clock(self, clock: float) -> None:
         """
@@ -160,8 +161,8 @@ class Claims:
             else:
                 life.update(batch)
 
-    async def _claim(self) -> bool:
-        """Claim one more batch. Others are left to other processes for a while."""
+    async def _claim(self, now: float) -> bool:
+        """Claim one more batch, whose lease has expired *now*. Others are left to other processes for a while."""
         if len(self.lives) >= _MAX_BATCHES:
             return False
         if len(self.lives) == len(self.open):
@@ -172,6 +173,7 @@ class Claims:
         batch = await self._leases.claim(
             self._holder,
             self._host.settings.lease,
+            now=now,
             full={owner for owner, number in counts.items() if number >= _MAX_OWNER_BATCHES},
         )
         if batch is None:
@@ -190,15 +192,15 @@ class Claims:
             await self._files.check()
             self._lock = await opened(on_disk(self._files.locks.lock, self._holder))
 
-    async def _expire_stale(self) -> None:
-        """End the leases of processes that have ended, and the parts whose leases have expired."""
+    async def _expire_stale(self, now: float) -> None:
+        """End the leases of processes that have ended, and the parts whose leases have expired *now*."""
         for holder in await self._leases.holders():
             if holder != self._holder and await on_disk(self._files.locks.is_stale, holder):
                 _log.warning("leases of an ended process expired")
                 await self._leases.expire_leases(holder)
                 # Last: a process that finds no lock has to wait until the leases expire.
                 await on_disk(self._files.locks.unlock, holder)
-        ended = await self._leases.end_parts()
+        ended = await self._leases.end_parts(now)
         for part, ran in ended.items():
             if ran:
                 _log.warning("lines quarantined after the end of a process or Triton", batch=part.batch, lines=ran)

@@ -23,6 +23,7 @@ from triton_openai.batches.inputs import InputReader
 from triton_openai.errors import StoreUnavailable
 from triton_openai.storage import line_table, postgresql
 from triton_openai.storage.batch_records import Batch, BatchError, Line
+from triton_openai.storage.lease_table import Overview
 from triton_openai.storage.postgresql import PostgresDatabase
 
 
@@ -202,7 +203,8 @@ async def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
         await one.ended(batch)
 
 
-async def test_a_clock_that_leaps_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("during_a_look", [False, True])
+async def test_a_clock_that_leaps_ahead(during_a_look: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All leases seem to have expired: no line that runs in another process is taken from it, or quarantined."""
     names = [f"id-{number}" for number in range(40)]
     hosts = [Host(), Host()]
@@ -213,7 +215,22 @@ async def test_a_clock_that_leaps_ahead(tmp_path: Path, monkeypatch: pytest.Monk
         batch = await one.batch(names)
         await one.until(batch, lambda _: hosts[0].running and hosts[1].running)
         now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + 3600)
+
+        def leap() -> None:
+            monkeypatch.setattr(time, "time", lambda: now() + 3600)
+
+        if during_a_look:
+            leases = one.files.store.leases
+            overview = leases.overview
+
+            async def leaps(holder: str) -> Overview:
+                seen: Overview = await overview(holder)
+                leap()
+                return seen
+
+            monkeypatch.setattr(leases, "overview", leaps)
+        else:
+            leap()
         for each in (one, other):
             await one.until(batch, lambda _: each.runner._claims._distrusted_until > 0)  # noqa: B023
         for host in hosts:
