@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import logging
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,9 @@ _FIRST = ("integration", "faults", "fleet")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a state folder of its own, which its workers and the processes that tests start share."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's job in the background ignores it, and so would the processes that tests interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         return
     folder = tempfile.TemporaryDirectory(prefix="triton-openai-state-", ignore_cleanup_errors=True)

@@ -455,6 +455,8 @@ def test_load_generator_measures_a_server():
                 await reader.readuntil(b"}")
                 writer.write(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
             writer.close()
 
     async def run() -> Measured:

@@ -41,7 +41,8 @@ def measured(behaviour: Behaviour, plan: Plan, **target: Any) -> tuple[Outcome, 
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        writer.close()
+        finally:
+            writer.close()
 
     async def run() -> Outcome:
         outcome = Outcome()

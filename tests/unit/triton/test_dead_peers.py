@@ -35,11 +35,9 @@ async def pooled() -> AsyncIterator[tuple[ConnectionPool, asyncio.Queue[asyncio.
     gone = asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.put_nowait(writer)
-        await gone.wait()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        with contextlib.closing(writer):
+            accepted.put_nowait(writer)
+            await gone.wait()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
