@@ -24,7 +24,7 @@ _FIRST = 8
 _GROWTH_DIVISOR = 8
 # Beside live requests, it grows by one for so many successes until then, not for each one: those that are too many make
 # live requests wait.
-_SLOW_START_BESIDE_LIVE = 3
+_SLOW_START_BESIDE_LIVE = 4
 # Beside live requests, it grows by less: each growth beyond what the engine runs makes some of them wait.
 _GROWTH_DIVISOR_BESIDE_LIVE = 64
 # A queue of this part of the running lines keeps the engine busy. A limit does not grow then, and does not shrink.
