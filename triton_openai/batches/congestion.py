@@ -36,11 +36,15 @@ class CongestionMonitor:
         if now < self._next_check:
             return
         self._next_check = now + timing.POLL
-        for target in {*self._limits.targets, *self._first_tokens.models}:
-            self._check_first_tokens(target)
+        self.check_first_tokens()
         if self._limits.running and (self._reading is None or self._reading.done()):
             # In a task: nothing waits for a Triton whose metrics do not come.
             self._reading = asyncio.create_task(self._read_queues())
+
+    def check_first_tokens(self) -> None:
+        """Shrink the limits of models whose live requests wait too long."""
+        for target in {*self._limits.targets, *self._first_tokens.models}:
+            self._check_first_tokens(target)
 
     def _check_first_tokens(self, target: str) -> None:
         waits = self._first_tokens.of(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection
@@ -25,16 +26,20 @@ class Waits:
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_WAITS)
+        self._cleared_at = -math.inf
         #: The wait while next to no lines run, in seconds; ``None`` before it is known.
         self.usual: float | None = None
 
     def add(self, wait: float) -> None:
-        """Note a live request that waited so many seconds."""
-        self._waits.append((time.monotonic(), wait))
+        """Note a live request that waited so many seconds, and has its first token now."""
+        now = time.monotonic()
+        if now - wait >= self._cleared_at:
+            self._waits.append((now, wait))
 
     def clear(self) -> None:
-        """Forget the waits so far: the number of lines has changed since."""
+        """Forget the waits so far, and those of requests that wait now: the number of lines has changed."""
         self._waits.clear()
+        self._cleared_at = time.monotonic()
 
     def slowest(self, min_waits: int = 1) -> float:
         """Return the 95th percentile of the last seconds, in seconds; 0 for fewer than *min_waits* requests."""

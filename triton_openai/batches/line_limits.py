@@ -22,6 +22,9 @@ from triton_openai.storage.batch_records import Line
 _FIRST = 8
 # After the first saturation, a limit grows by this part with each window of lines that succeeded.
 _GROWTH_DIVISOR = 8
+# Beside live requests, it grows by one for so many successes until then, not for each one: those that are too many make
+# live requests wait.
+_SLOW_START_BESIDE_LIVE = 4
 # Beside live requests, it grows by less: each growth beyond what the engine runs makes some of them wait.
 _GROWTH_DIVISOR_BESIDE_LIVE = 64
 # A queue of this part of the running lines keeps the engine busy. A limit does not grow then, and does not shrink.
@@ -90,14 +93,22 @@ class Limit:
         if self._queued or 2 * self.running < self.lines:
             return
         self._succeeded += 1
-        if self._slow_start:
-            growth = 1
-        elif self._succeeded >= self.allowed:
-            growth = max(1, self.allowed // self._growth_divisor)
-        else:
+        if self._succeeded < self._window:
             return
+        growth = 1
+        if not self._slow_start:
+            growth = max(1, self.allowed // self._growth_divisor)
         self._succeeded = 0
         self._grow(growth)
+
+    @property
+    def _window(self) -> int:
+        """After how many successes the limit grows."""
+        if not self._slow_start:
+            return self.running
+        if self.live_lately:
+            return _SLOW_START_BESIDE_LIVE
+        return 1
 
     @property
     def _growth_divisor(self) -> int:

@@ -215,6 +215,46 @@ def test_limits_double_until_the_first_congestion() -> None:
     assert 36 == limit.allowed
 
 
+def test_limits_grow_less_beside_live_requests() -> None:
+    """Lines that are too many make live requests wait until they end, so a limit does not double beside them."""
+    limit = Limit(256)
+    limit.live_lately = True
+    limit.live = 20.0
+    limit.running = 8
+    for _ in range(8):
+        limit.succeeded()
+    assert 10 == limit.allowed
+
+
+def test_a_limit_grows_by_what_lines_show(clock: Clock) -> None:
+    """A limit of which live requests use the most grows as soon as any other, by one for all lines that run."""
+    limit = Limit(256)
+    limit.allowed = 64
+    limit.overloaded(time.monotonic())
+    limit.live_lately = True
+    limit.live = 29.0
+    limit.reserve = 1.0
+    assert (32, 2) == (limit.allowed, limit.lines)
+    limit.running = 2
+    limit.succeeded()
+    assert 32 == limit.allowed
+    limit.succeeded()
+    assert 33 == limit.allowed
+
+
+def test_waits_of_requests_that_began_earlier(clock: Clock) -> None:
+    """What waited when the number of lines changed shows nothing about the new number."""
+    clock.freeze()
+    waits = Waits()
+    waits.add(5.0)
+    waits.clear()
+    clock.advance(1.0)
+    waits.add(1.5)
+    assert 0.0 == waits.slowest()
+    waits.add(0.5)
+    assert 0.5 == waits.slowest()
+
+
 def test_a_limit_that_is_not_used_up_does_not_grow() -> None:
     """Where live requests leave less room than the limit allows, successes show nothing about more lines."""
     limit = Limit(256)
@@ -257,7 +297,7 @@ def test_lines_leave_room_for_live_requests() -> None:
     assert 45 == limit.lines
     limit.running = 45
     limit.queue(0.0)
-    for _ in range(99):
+    for _ in range(45):
         limit.succeeded()
     assert 100 == limit.allowed
     # When no live requests come any more, lines have all that the engine runs.
@@ -326,44 +366,61 @@ class Engines:
     """
     Tritons with so many *places* each in simulated time, two processes that run lines, and live requests.
 
-    An answer takes three seconds, and live requests use *load* of the places. Each process has a half of them.
+    An answer takes three seconds, or up to *spread* of them less or more, and a tenth of it until the first token. Live
+    requests use *load* of the places, and one process has six of ten. The simulated time is that of *clock*.
     """
 
-    def __init__(self, load: float, tritons: int = 3, places: int = 64) -> None:
-        self._draw = random.Random(43)
+    def __init__(
+        self, load: float, clock: Clock, *, spread: float = 0.0, seed: int = 43, tritons: int = 3, places: int = 64
+    ) -> None:
+        self._clock = clock
+        clock.freeze()
+        self._draw = random.Random(seed)
+        self._spread = spread
         self._rate = load * places * tritons / _ANSWER_SECONDS
         self._places = places
         self._names = [str(number) for number in range(tritons)]
         self.hosts = [Sharing(set(), self._names) for _ in range(2)]
         self._limits = [ModelLimits(host) for host in self.hosts]
+        self._first_tokens = [FirstTokens() for _ in self.hosts]
+        self._monitors = [
+            CongestionMonitor(host, first_tokens, limits)
+            for host, first_tokens, limits in zip(self.hosts, self._first_tokens, self._limits, strict=True)
+        ]
         self._live = [Counter[str](), Counter[str]()]
-        for host, limits, live in zip(self.hosts, self._limits, self._live, strict=True):
+        for host, live in zip(self.hosts, self._live, strict=True):
             host.max_running = 256
             if load:
                 host.live = lambda target, live=live: live.total()  # type: ignore[method-assign,misc]
-            limits.slots = {"M": 1000}
         self._queues: dict[str, deque[tuple[float, int, Limit | None]]] = {name: deque() for name in self._names}
         self._busy = Counter[str]()
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._now = 0.0
         self.waits: list[float] = []
         self.used = 0.0
         self.free = 0.0
-
-    def run(self, seconds: float) -> None:
-        """Let so many *seconds* pass."""
         self._at(1.0, self._look)
         if self._rate:
             self._at(0.0, self._arrive)
-        last = 0.0
-        while self._events[0][0] < seconds:
+
+    def run(self, seconds: float, *, lines: bool = True) -> None:
+        """Let so many *seconds* pass, with or without *lines*, and count from their beginning."""
+        self.waits.clear()
+        self.used = 0.0
+        self.free = 0.0
+        for limits in self._limits:
+            limits.slots = {"M": 1000 * lines}
+        end = self._now + seconds
+        while self._events[0][0] < end:
             now, _, event = heapq.heappop(self._events)
-            lines = sum(limit.running for limits in self._limits for limit in limits.of("M"))
+            running = sum(limit.running for limits in self._limits for limit in limits.of("M"))
             live = sum(counts.total() for counts in self._live)
             waiting = sum(map(len, self._queues.values()))
-            self.used += (now - last) * (lines - waiting)
-            self.free += (now - last) * (self._places * len(self._names) - live)
-            last = now
+            self.used += (now - self._now) * (running - waiting)
+            self.free += (now - self._now) * (self._places * len(self._names) - live)
+            self._clock.advance(now - self._now)
+            self._now = now
             event(now)
             for number, limits in enumerate(self._limits):
                 while (limit := limits.take("m")) is not None:
@@ -373,13 +430,14 @@ class Engines:
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
     def _look(self, now: float) -> None:
-        for limits in self._limits:
+        for monitor, limits in zip(self._monitors, self._limits, strict=True):
+            monitor.check_first_tokens()
             for limit in limits.of("M"):
                 limit.queue(len(self._queues[limit.endpoint]) / 2)
         self._at(now + 1, self._look)
 
     def _arrive(self, now: float) -> None:
-        process = self._draw.randrange(2)
+        process = int(self._draw.random() < 0.4)
         running = {limit.endpoint: limit.running for limit in self._limits[process].of("M")}
         name = min(self._names, key=lambda name: running[name] + self._live[process][name])
         self._live[process][name] += 1
@@ -396,7 +454,14 @@ class Engines:
             self._busy[name] += 1
             if limit is None:
                 self.waits.append(now - came)
-            self._at(now + _ANSWER_SECONDS * self._draw.uniform(0.95, 1.05), partial(self._end, name, process, limit))
+                self._at(now + 0.1 * _ANSWER_SECONDS, partial(self._note_first_token, process, came))
+            self._at(
+                now + _ANSWER_SECONDS * self._draw.uniform(1 - self._spread, 1 + self._spread),
+                partial(self._end, name, process, limit),
+            )
+
+    def _note_first_token(self, process: int, came: float, now: float) -> None:
+        self._first_tokens[process].of("M").add(now - came)
 
     def _end(self, name: str, process: int, limit: Limit | None, now: float) -> None:
         self._busy[name] -= 1
@@ -408,15 +473,19 @@ class Engines:
         self._begin(now, name)
 
 
-@every_case("load, used", [(0.0, 0.9), (0.25, 0.8), (0.5, 0.8)])
-def test_lines_use_what_live_requests_leave(load: float, used: float) -> None:
+@every_case(
+    "load, spread, used", [(0.0, 0.0, 0.9), (0.0, 0.5, 0.9), (0.25, 0.5, 0.8), (0.5, 0.0, 0.8), (0.5, 0.5, 0.8)]
+)
+def test_lines_use_what_live_requests_leave(load: float, spread: float, used: float, clock: Clock) -> None:
     """
     Where nobody says what the engines run, lines find it by the queues, and 19 of 20 live requests hardly wait.
 
     A first token comes after a tenth of an answer, so the wait makes it 1.3 times as long at most.
     """
-    engines = Engines(load)
-    engines.run(60.0)
+    engines = Engines(load, clock, spread=spread)
+    if load:
+        engines.run(20.0, lines=False)
+    engines.run(100.0)
     assert engines.used > used * engines.free
     if load:
         assert sorted(engines.waits)[len(engines.waits) * 19 // 20] <= 0.03 * _ANSWER_SECONDS
@@ -490,15 +559,18 @@ def test_live_requests_that_wait_longer_than_usual(clock: Clock) -> None:
     clock.advance(11)
     for wait in (0.1, 0.14, 0.14):
         waits.clear()
+        clock.advance(1)
         for _ in range(20):
             waits.add(wait)
         assert not waits.are_long(few_lines=False, max_wait=None)
     assert waits.are_long(few_lines=False, max_wait=0.12)
     waits.clear()
+    clock.advance(1)
     for _ in range(20):
         waits.add(0.2)
     assert waits.are_long(few_lines=False, max_wait=None)
     waits.clear()
+    clock.advance(10)
     # A few requests show nothing.
     waits.add(9.0)
     assert not waits.are_long(few_lines=False, max_wait=None)
@@ -520,8 +592,7 @@ def test_long_waits_halve_limits(clock: Clock) -> None:
     for _ in range(3):
         # The same waits count once.
         clock.advance(1)
-        monitor._check_first_tokens("M")
-        monitor._check_first_tokens("N")
+        monitor.check_first_tokens()
     assert {"M": 4, "N": 8} == limits.allowed()
 
 
