@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
@@ -16,6 +16,8 @@ from triton_openai.parsers.tools.tool_parser import ListedCalls
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 #: What else an object may hold that nothing but its keys shows to be a call.
 _ENVELOPE = frozenset({"name", "type", "id"})
+#: What may stand beside a name without arguments.
+_NO_ARGUMENTS = frozenset({*_ENVELOPE, "index", "call_id", "tool_call_id"})
 _ID = re.compile(r"[A-Za-z0-9]*")
 
 
@@ -107,11 +109,17 @@ class JsonCalls(ListedCalls):
             if following == "}":
                 break
         if not started:
-            # Arguments that stand beside the name are no strict call.
-            if name is None or self._is_bare or any(map(Parameters(self.tools.get(name)).has, others)):
+            if name is None or self._is_bare or self._may_be_arguments(name, others):
                 raise Malformed
             begin()[1]("{}")
         self._end_call()
+
+    def _may_be_arguments(self, name: str, keys: Sequence[str]) -> bool:
+        """Return whether what stands under *keys* beside *name*, without arguments, may be arguments of that tool."""
+        parameters = Parameters(self.tools.get(name))
+        if not parameters.names:
+            return False
+        return not _NO_ARGUMENTS.issuperset(keys) or any(map(parameters.has, keys))
 
     def _arguments(self, begin: Callable[[], tuple[Sink, Sink]]) -> Step[None]:
         """Read the arguments; *begin* says where to, once they are known to be some."""

@@ -96,7 +96,7 @@ class KeyReader:
                 # A comma after the last item
                 continue
             if is_whole:
-                return scanner.text[at] in _BEGINS_CALL or NAME.match(scanner.text, at) is not None
+                return self._begins_call(at)
             level = state.levels[state.depth - closed - 1]
             if level.is_object:
                 return self._is_next(at, level, certain=certain)
@@ -104,6 +104,11 @@ class KeyReader:
                 return False
             return self._begins_value(at)
         return False
+
+    def _begins_call(self, at: int) -> bool:
+        """Return whether another call may begin at *at*."""
+        text = self._scanner.text
+        return text.startswith((*_BEGINS_CALL, '"{'), at) or NAME.match(text, at) is not None
 
     def _is_marked(self, at: int) -> bool:
         """Return whether a key at *at* needs no comma before it: it is in quotes, or an equals sign follows."""

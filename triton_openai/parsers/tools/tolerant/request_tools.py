@@ -11,7 +11,7 @@ from triton_openai.parsers.tools.tolerant.scanner import StepBudget
 
 #: The keys of an object that is a call.
 _NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name", "action")
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input", "action_input")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "kwargs", "input", "action_input", "tool_input")
 CALL_KEYS = frozenset({*_NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
 #: The parameters of what no schema describes.
 NO_PARAMETERS = Parameters(None)

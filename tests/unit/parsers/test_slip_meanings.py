@@ -1,0 +1,119 @@
+"""Slips of agents' models: wrapped calls, tags by tools' names, types; whole, in pieces, and cut at each place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tests.cases import every_case
+from tests.unit.parsers.test_slip_notations import TOOLS as TOOLS_OF_NOTATIONS
+from tests.unit.parsers.test_slips import read, said
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.parser_registry import TOOL_PARSERS
+
+TOOLS: Mapping[str, Mapping[str, Any]] = {
+    **TOOLS_OF_NOTATIONS,
+    "now": {"type": "object", "properties": {}},
+    "browse": {"type": "object", "properties": {"url": {"type": "string"}, "input": {"type": "string"}}},
+    "todo": {
+        "type": "object",
+        "properties": {
+            "todos": {
+                "type": "array",
+                "items": {"type": "object", "properties": {"id": {"type": "string"}, "done": {"type": "boolean"}}},
+            }
+        },
+        "required": ["todos"],
+    },
+}
+Calls = list[tuple[str, dict[str, Any]]]
+LS: Calls = [("bash", {"command": "ls"})]
+NOW: Calls = [("now", {})]
+CALL = json.dumps({"name": "bash", "arguments": {"command": "ls"}})
+NOW_CALL = json.dumps({"name": "now", "arguments": {}})
+
+
+def make(parser: str) -> AnswerParser:
+    """Return a parser of answers in a format."""
+    return AnswerParser(None, TOOL_PARSERS.load(parser)(TOOLS))
+
+
+def check(parser: str, text: str, calls: Calls, content: str = "") -> None:
+    """Assert that *text* means *calls*, whole and in pieces, and that no beginning of it is another whole call."""
+    answer = make(parser)
+    meaning = said(read(answer, [text]))
+    assert not answer.cut
+    assert (content, "", calls) == meaning
+    assert meaning == said(read(make(parser), text))
+    for border in range(1, len(text), 5):
+        assert meaning == said(read(make(parser), [text[:border], text[border:]])), text[:border]
+        begun = make(parser)
+        cut = read(begun, [text[:border]], cut=True)
+        if not begun.cut:
+            assert all(call in calls for call in said(cut)[2]), text[:border]
+
+
+def tagged(text: str) -> str:
+    """Return *text* between the tags of Hermes."""
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+_WRAPPED: Mapping[str, tuple[str, Calls]] = {
+    "two calls in one string": (json.dumps(f"{CALL}, {NOW_CALL}"), LS + NOW),
+    "a list of calls in a string": (json.dumps(f"[{CALL}, {NOW_CALL}]"), LS + NOW),
+    "a list of strings": (json.dumps([CALL, NOW_CALL]), LS + NOW),
+    "tool_calls": (f'{{"tool_calls": [{CALL}, {NOW_CALL}]}}', LS + NOW),
+    "tool_calls of OpenAI's objects": (
+        json.dumps(
+            {
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+                ]
+            }
+        ),
+        LS,
+    ),
+    "tool_call": (f'{{"tool_call": {CALL}}}', LS),
+    "function_call": (f'{{"function_call": {CALL}}}', LS),
+}
+
+
+@every_case("case", _WRAPPED)
+def test_calls_in_objects_and_strings(case: str) -> None:
+    """Calls in an object that has nothing else, or in strings, are the calls that were meant."""
+    text, calls = _WRAPPED[case]
+    check("hermes", tagged(text), calls)
+
+
+def test_text_behind_a_call_in_a_string() -> None:
+    """A string with more than calls is none of them, and nothing of it is lost."""
+    text = tagged(json.dumps(f"{CALL} and then look"))
+    merged = read(make("hermes"), [text])
+    assert not merged.calls
+    assert text == merged.content
+
+
+_BESIDE: Mapping[str, tuple[str, Calls]] = {
+    "Anthropic's input": ('{"type": "tool_use", "id": "t", "name": "bash", "input": {"command": "ls"}}', LS),
+    "kwargs": ('{"name": "bash", "kwargs": {"command": "ls"}}', LS),
+    "tool_input": ('{"name": "browse", "tool_input": {"url": "x"}}', [("browse", {"url": "x"})]),
+    "a parameter with such a name": ('{"name": "browse", "input": "x"}', [("browse", {"input": "x"})]),
+    "an index": ('{"name": "browse", "index": 0}', [("browse", {})]),
+    "something else for a tool without parameters": ('{"name": "now", "why": "x"}', NOW),
+}
+
+
+@every_case("case", _BESIDE)
+def test_arguments_under_other_keys(case: str) -> None:
+    """Arguments under another key than the format's are the arguments: the call does not go on without them."""
+    text, calls = _BESIDE[case]
+    check("hermes", tagged(text), calls)
+
+
+def test_arguments_under_an_unknown_key() -> None:
+    """A call whose arguments may stand under a key that nobody knows is text, not a call without arguments."""
+    text = tagged('{"name": "bash", "payload": {"command": "ls"}}')
+    merged = read(make("hermes"), [text])
+    assert not merged.calls
+    assert text == merged.content
