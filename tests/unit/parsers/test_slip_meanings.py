@@ -117,3 +117,68 @@ def test_arguments_under_an_unknown_key() -> None:
     merged = read(make("hermes"), [text])
     assert not merged.calls
     assert text == merged.content
+
+
+_OTHERS: Mapping[str, tuple[str, str, Calls]] = {
+    "the tool's name as a tag": ("hermes", tagged("<bash>\n<command>ls</command>\n</bash>"), LS),
+    "the tool's name as a tag, and parameters": (
+        "qwen3_coder",
+        tagged("<bash>\n<parameter=command>\nls\n</parameter>\n</bash>"),
+        LS,
+    ),
+    "the tool's name as a tag, and an object": ("glm45", tagged('<bash>{"command": "ls"}</bash>'), LS),
+    "two tags": ("hermes", tagged("<bash><command>ls</command></bash>\n<now></now>"), LS + NOW),
+    "a tag of an invoke": (
+        "minimax_m2",
+        "<minimax:tool_call>\n<bash>\n<command>ls</command>\n</bash>\n</minimax:tool_call>",
+        LS,
+    ),
+    "a tag for a parameter, on lines": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<command>\nls\n</command>\n</function>"),
+        LS,
+    ),
+    "a tag for a parameter, with a line break at its end": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<command>ls\n</command>\n</function>"),
+        [("bash", {"command": "ls\n"})],
+    ),
+    "no brace of an object in an array": (
+        "hermes",
+        tagged('{"name": "todo", "arguments": {"todos": [{"id": "1", "done": true}, {"id": "2"]}}'),
+        [("todo", {"todos": [{"id": "1", "done": True}, {"id": "2"}]})],
+    ),
+    "no comma between calls": ("jamba", f"<tool_calls>[\n{CALL}\n{NOW_CALL}\n]</tool_calls>", LS + NOW),
+    "two lists": ("jamba", f"<tool_calls>[{CALL}]\n[{NOW_CALL}]</tool_calls>", LS + NOW),
+    "a slip and no comma between calls": (
+        "jamba",
+        "<tool_calls>[{'name': 'bash', 'arguments': {'command': 'ls'}}\n" + NOW_CALL + "]</tool_calls>",
+        LS + NOW,
+    ),
+    "Kimi's arguments in a string": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>"
+        '"{\\"command\\": \\"ls\\"}"<|tool_call_end|><|tool_calls_section_end|>',
+        LS,
+    ),
+    "Mistral's arguments in a string": ("mistral", '[TOOL_CALLS]bash[ARGS]"{\\"command\\": \\"ls\\"}"', LS),
+    "gpt-oss's arguments in a string": (
+        "openai",
+        '<|channel|>commentary to=functions.bash <|constrain|>json<|message|>"{\\"command\\": \\"ls\\"}"<|call|>',
+        LS,
+    ),
+}
+
+
+@every_case("case", _OTHERS)
+def test_other_slips(case: str) -> None:
+    """Tags with tools' names, commas and braces too few, and arguments in strings."""
+    check(*_OTHERS[case])
+
+
+def test_a_parameter_that_comes_twice() -> None:
+    """A parameter that comes twice is no whole call, and its second value is no part of the first one."""
+    answer = make("qwen3_coder")
+    parameter = "<parameter=command>\nls\n</parameter>\n"
+    merged = read(answer, [tagged(f"<function=bash>\n{parameter}{parameter}</function>")])
+    assert answer.cut or not merged.calls

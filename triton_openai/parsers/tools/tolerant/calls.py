@@ -26,6 +26,8 @@ _BEFORE_ARGUMENTS = re.compile(
     r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|<tool_sep(?::\w{1,32})?>|```(?:json)?|<\|channel\|>\w{0,64}+"
     r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
 )
+#: A tag with the name of a tool, or of something else.
+_NAME_TAG = re.compile(r"<([\w.:-]{1,256}+)\s{0,64}+>")
 _CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
 _IDS = frozenset({"type", "id", "tool_call_id"})
 #: The only key of an object around a call, or around a list of calls.
@@ -160,6 +162,10 @@ class CallReader:
         tag = CALL_TAG.match(text, at)
         if tag is not None:
             return self._named_call(tag[1], tag.end(), in_tag=True)
+        tag = _NAME_TAG.match(text, at)
+        if tag is not None and self._tools.has(tag[1]):
+            call, end = self._named_call(tag[1], tag.end(), in_tag=True)
+            return call, self._after_end_tag(end, tag[1])
         header = text.find(_MESSAGE, at, at + _MAX_HEADER)
         recipient = None
         if header >= 0:
@@ -170,6 +176,14 @@ class CallReader:
         if word is None:
             raise Unreadable
         return self._named_call(word[1].rstrip(":") or word[1], word.end())
+
+    def _after_end_tag(self, at: int, name: str) -> int:
+        """Return the position after white space and the end tag of *name*; *at* if there is none."""
+        end = self._scanner.after_space(at)
+        tag = f"</{name}>"
+        if self._scanner.text.startswith(tag, end):
+            return end + len(tag)
+        return at
 
     def _named_call(self, written: str, at: int, *, in_tag: bool = False) -> tuple[Call, int]:
         """Read the arguments of a call whose name is *written*."""
@@ -319,6 +333,10 @@ class CallReader:
             return {}, at
         if scanner.text[at] == "{":
             return self._values.object(at, parameters)
+        if scanner.text[at] == '"' and name is not None:
+            # The arguments are an object in a string.
+            value, end = self._values.value(at, NO_PARAMETERS, "")
+            return self._arguments_in(value, name), end
         if scanner.text[at] != "(":
             self._state.repair("tags")
             return self._tags.read(at, parameters)

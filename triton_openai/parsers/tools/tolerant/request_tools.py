@@ -31,6 +31,10 @@ class RequestTools:
         # The parameters of objects inside of others, each with those of the object around it
         self._inner: dict[tuple[int, str], tuple[Parameters, Parameters]] = {}
 
+    def has(self, name: str) -> bool:
+        """Return whether a tool has exactly this *name*."""
+        return name in self._tools
+
     def resolve(self, written: str) -> str | None:
         """Return the name of the tool that *written* means; ``None`` if it means no tool or several."""
         if written in self._tools:

@@ -92,7 +92,7 @@ class ValueReader:
                 if is_doubled:
                     at = self._after_second_brace(at)
                 break
-            if scanner.closes(at) or self._is_end_of_list(at):
+            if scanner.closes(at) or self._is_end_of_array(at):
                 self._state.repair("brackets")
                 break
             key, at = self._keys.read(at)
@@ -106,11 +106,13 @@ class ValueReader:
         self._state.close()
         return result, at
 
-    def _is_end_of_list(self, at: int) -> bool:
-        """Return whether the bracket at *at* ends the list of calls, behind which nothing follows."""
+    def _is_end_of_array(self, at: int) -> bool:
+        """Return whether the bracket at *at* ends the array around the object, or the list of calls at its end."""
         scanner = self._scanner
         if not scanner.text.startswith("]", at):
             return False
+        if any(not level.is_object for level in self._state.levels):
+            return True
         end = scanner.after_space(at + 1)
         return scanner.is_over(end) or scanner.closes(end)
 
