@@ -182,3 +182,53 @@ def test_a_parameter_that_comes_twice() -> None:
     parameter = "<parameter=command>\nls\n</parameter>\n"
     merged = read(answer, [tagged(f"<function=bash>\n{parameter}{parameter}</function>")])
     assert answer.cut or not merged.calls
+
+
+TYPES: Calls = [("search", {"query": "7", "limit": 3, "tags": ["a", "b"], "opts": {"deep": True}})]
+_JSON_TYPES = '{"query": 7, "limit": "3", "tags": "[\\"a\\", \\"b\\"]", "opts": "{\\"deep\\": true}"}'
+_TYPED: Mapping[str, tuple[str, str]] = {
+    "Hermes": ("hermes", tagged(f'{{"name": "search", "arguments": {_JSON_TYPES}}}')),
+    "the arguments before the name": ("hermes", tagged(f'{{"arguments": {_JSON_TYPES}, "name": "search"}}')),
+    "the arguments in a string": (
+        "hermes",
+        tagged(json.dumps({"name": "search", "arguments": _JSON_TYPES})),
+    ),
+    "Mistral": ("mistral", f"[TOOL_CALLS]search[ARGS]{_JSON_TYPES}"),
+    "Llama": ("llama3_json", f'{{"name": "search", "parameters": {_JSON_TYPES}}}'),
+    "gpt-oss": ("openai", f"<|channel|>commentary to=functions.search<|message|>{_JSON_TYPES}<|call|>"),
+    "Apertus": ("apertus", f'<|tools_prefix|>[{{"search": {_JSON_TYPES}}}]<|tools_suffix|>'),
+    "Python": ("pythonic", """[search(query=7, limit='3', tags="['a', 'b']", opts="{'deep': True}")]"""),
+    "Gemma": (
+        "gemma4",
+        '<|tool_call>call:search{query:7,limit:<|"|>3<|"|>,'
+        'tags:<|"|>["a", "b"]<|"|>,opts:<|"|>{"deep": true}<|"|>}<tool_call|>',
+    ),
+    "a slip beside it": ("hermes", tagged(f'{{"name": "search", "arguments": {_JSON_TYPES[:-1]},}}}}')),
+}
+
+
+@every_case("case", _TYPED)
+def test_types_follow_the_schema(case: str) -> None:
+    """A value in quotes, or without them, has the type of the tool's schema in every format."""
+    parser, text = _TYPED[case]
+    check(parser, text, TYPES)
+    answer = make(parser)
+    read(answer, [text])
+    assert [("repaired", "types")] == [outcome for outcome in answer.outcomes() if outcome[1] == "types"] or (
+        case == "a slip beside it"
+    )
+
+
+@every_case("value", ['"many"', '"3 of them"', "[3]", "null", '"\\ud800"'])
+def test_values_of_no_type_of_the_schema(value: str) -> None:
+    """What is no value of the schema's type goes on as the model wrote it."""
+    merged = read(make("hermes"), [tagged(f'{{"name": "search", "arguments": {{"query": "x", "limit": {value}}}}}')])
+    ((_, _, arguments),) = merged.calls
+    assert f'{{"query": "x", "limit": {value}}}' == arguments
+
+
+def test_other_values_stream_beside_one_that_is_converted() -> None:
+    """Only the value whose type changes waits for its end."""
+    parser = make("hermes")
+    parser.feed('<tool_call>{"name": "search", "arguments": {"limit": "3", "query": "cats ')
+    assert parser.feed("and dogs")

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.tools.argument_types import ArgumentTypes
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import ListedCalls
 
@@ -71,14 +72,21 @@ class JsonCalls(ListedCalls):
         others: list[str] = []
         started = False
 
-        def begin() -> tuple[Sink, Sink]:
-            """Return where the arguments go, and where the ends of their values."""
+        def begin() -> tuple[Sink, Sink, ArgumentTypes | None]:
+            """Return where the arguments go, and the ends of their values, and what converts them."""
             nonlocal started
             if name is None:
-                return early.append, early.append
+                return early.append, early.append, None
             self._start_call(name)
             started = True
-            return self._output.arguments, self._output.ending
+            return self._output.arguments, self._output.ending, self._types
+
+        def whole(text: str) -> None:
+            """Take arguments that were read as a whole."""
+            _, ends, types = begin()
+            if types is not None:
+                text = types.object(text)
+            ends(text)
 
         yield from reader.literal("{")
         while True:
@@ -90,9 +98,9 @@ class JsonCalls(ListedCalls):
                 name = yield from json_text.decoded_string(reader)
                 self._named = name, None
                 if early:
-                    begin()[1]("".join(early))
+                    whole("".join(early))
             elif key in _ARGUMENTS and not started and not early:
-                yield from self._arguments(begin)
+                yield from self._arguments(begin, whole)
             elif self._is_bare and key not in _ENVELOPE:
                 raise Malformed
             else:
@@ -111,7 +119,7 @@ class JsonCalls(ListedCalls):
         if not started:
             if name is None or self._is_bare or self._may_be_arguments(name, others):
                 raise Malformed
-            begin()[1]("{}")
+            whole("{}")
         self._end_call()
 
     def _may_be_arguments(self, name: str, keys: Sequence[str]) -> bool:
@@ -121,8 +129,8 @@ class JsonCalls(ListedCalls):
             return False
         return not _NO_ARGUMENTS.issuperset(keys) or any(map(parameters.has, keys))
 
-    def _arguments(self, begin: Callable[[], tuple[Sink, Sink]]) -> Step[None]:
-        """Read the arguments; *begin* says where to, once they are known to be some."""
+    def _arguments(self, begin: Callable[[], tuple[Sink, Sink, ArgumentTypes | None]], whole: Sink) -> Step[None]:
+        """Read the arguments into what *begin* returns once they are known to be some, or all at once into *whole*."""
         first = yield from self._reader.next()
         if first == "{":
             yield from json_text.value(self._reader, *begin())
@@ -130,10 +138,10 @@ class JsonCalls(ListedCalls):
             text = (yield from json_text.decoded_string(self._reader)).strip() or "{}"
             if not json_text.is_object(text):
                 raise Malformed
-            begin()[1](text)
+            whole(text)
         else:
             yield from self._reader.literal("null")
-            begin()[1]("{}")
+            whole("{}")
 
 
 class Mistral(JsonCalls):

@@ -14,6 +14,8 @@ import msgspec
 from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.reader import SPACE, Ended, Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.tools import json_text, names, tags, tolerant
+from triton_openai.parsers.tools.argument_types import ArgumentTypes
+from triton_openai.parsers.tools.schema import Parameters
 
 _Result = TypeVar("_Result")
 
@@ -102,6 +104,8 @@ class CallGrammar(Grammar, ToolParser):
     _called = ""
     _written = ""
     _is_opaque = False
+    # Converts arguments of the latest call, if the request has its tool
+    _types: ArgumentTypes | None = None
     # Where the latest call ends in what is kept
     _call_end = 0
     # Whether no marker showed that it is a call
@@ -297,6 +301,9 @@ class CallGrammar(Grammar, ToolParser):
         self._called = names.resolved(name, self.tools) or name
         is_opaque = bool(self.tools) and self._called not in self.tools and names.is_opaque(name)
         self._is_opaque = is_opaque
+        self._types = None
+        if self._called in self.tools:
+            self._types = ArgumentTypes(Parameters(self.tools[self._called]))
         self._output.start(
             self._new_id if id is None else lambda: id, self._called, waits_for_end=is_opaque or self.may_wait
         )
@@ -305,8 +312,13 @@ class CallGrammar(Grammar, ToolParser):
         """Note the end of a complete call, or of the markup after it."""
         if self._in_call and self._is_opaque:
             self._name_by_arguments()
+        kinds: set[str] = set()
         if self._in_call and self._called != self._written:
-            self.repairs[self._output.calls - (not self._output.has_waiting_start)] = frozenset({"name"})
+            kinds.add("name")
+        if self._in_call and self._types is not None and self._types.has_converted:
+            kinds.add("types")
+        if kinds:
+            self.repairs[self._output.calls - (not self._output.has_waiting_start)] = frozenset(kinds)
         self._call_end = self._reader.kept_size
         self._is_after_call = True
         self._in_call = False
@@ -334,7 +346,7 @@ class CallGrammar(Grammar, ToolParser):
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
-        yield from json_text.value(self._reader, self._output.arguments, self._output.ending)
+        yield from json_text.value(self._reader, self._output.arguments, self._output.ending, self._types)
         self._end_call()
 
     def _name(self) -> Step[str]:
