@@ -11,6 +11,7 @@ from tests.unit.parsers.test_slip_notations import TOOLS as TOOLS_OF_NOTATIONS
 from tests.unit.parsers.test_slips import read, said
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.parser_registry import TOOL_PARSERS
+from triton_openai.parsers.tools import tags
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     **TOOLS_OF_NOTATIONS,
@@ -232,3 +233,73 @@ def test_other_values_stream_beside_one_that_is_converted() -> None:
     parser = make("hermes")
     parser.feed('<tool_call>{"name": "search", "arguments": {"limit": "3", "query": "cats ')
     assert parser.feed("and dogs")
+
+
+_AROUND: Mapping[str, tuple[str, str, Calls]] = {
+    "a code block": ("hermes", f"```json\n{CALL}\n```", LS),
+    "a code block without a language": ("qwen3_coder", f"```\n{CALL}\n```", LS),
+    "a code block with a list": ("mistral", f"```json\n[{CALL}, {NOW_CALL}]\n```", LS + NOW),
+    "a code block of calls": ("hermes", f"```tool_call\n{CALL}\n```", LS),
+    "Gemma's code block": ("gemma4", '```tool_code\nbash(command="ls")\n```', LS),
+    "Python's code block": ("pythonic", '```python\n[bash(command="ls")]\n```', LS),
+    "the tags of the tools": ("hermes", f"<tools>\n{CALL}\n</tools>", LS),
+    "Phi's tags": (
+        "phi4_mini_json",
+        f'<|tool_call|>[{{"type": "function", "function": {CALL}}}]<|/tool_call|>',
+        LS,
+    ),
+    "no marker of Mistral": ("mistral", 'bash[ARGS]{"command": "ls"}', LS),
+    "no token of Mistral": ("mistral", 'bash{"command": "ls"}', LS),
+    "no section of Kimi": (
+        "kimi_k2",
+        'functions.bash:0<|tool_call_argument_begin|>{"command": "ls"}<|tool_call_end|><|tool_calls_section_end|>',
+        LS,
+    ),
+    "an announcement at the end": ("glm45", f"{tagged('now')}<tool_call>", NOW),
+    "an announcement of Mistral at the end": ("mistral", '[TOOL_CALLS]bash[ARGS]{"command": "ls"}[TOOL_CALLS]', LS),
+}
+
+
+@every_case("case", _AROUND)
+def test_what_is_around_calls(case: str) -> None:
+    """Code blocks, tags of other models, and markers that are missing."""
+    check(*_AROUND[case])
+
+
+@every_case("end", tags.STRAYS_AFTER_CALLS)
+def test_ends_behind_a_call(end: str) -> None:
+    """What ends a turn, or a call once more, is no text behind a call, and text everywhere else."""
+    check("hermes", tagged(CALL) + end, LS)
+    merged = read(make("hermes"), f"In words: {end}, so")
+    assert f"In words: {end}, so" == merged.content
+
+
+@every_case("text", [
+    "```json\n{\"name\": \"Bonn\", \"people\": 3}\n```",
+    f"```json\n{CALL}\n```\nThat is how to call it.",
+    "```python\nbash(command)\n```",
+    "```python\n[1, 2]\n```",
+    "```json\n[1, 2]\n```",
+    "```\nbash: not found\n```",
+    "``` json",
+    "`bash` lists",
+    "````json\n{}\n````",
+    "<tools> are in the box.",
+    "bash[0] is a word",
+])  # fmt: skip
+def test_answers_that_only_look_like_calls(text: str) -> None:
+    """An answer that is more than calls, or something else, is text."""
+    for name in ("hermes", "mistral", "pythonic", "gemma4"):
+        for pieces in ([text], text):
+            merged = read(make(name), pieces)
+            assert not merged.calls
+            assert text == merged.content
+
+
+def test_a_code_block_of_an_answer_streams() -> None:
+    """JSON that is no call is held back up to its first key only."""
+    parser = make("hermes")
+    assert not parser.feed("```json\n")
+    assert parser.feed(json.dumps({"people": ["x"] * 200}))
+    parser = make("hermes")
+    assert parser.feed("```json\n" + json.dumps({"name": "Bonn", "people": ["x"] * 200}))

@@ -155,6 +155,7 @@ class Mistral(JsonCalls):
     """
 
     special_tokens = True
+    bare_names = True
     markers = Markers("[TOOL_CALLS]")
     # Some fine-tunes write it.
     closings = ("[/TOOL_CALLS]",)

@@ -12,7 +12,7 @@ import msgspec
 from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.keys import NAME
-from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS
+from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
 from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
 from triton_openai.parsers.tools.tolerant.tagged import TagReader
@@ -30,8 +30,6 @@ _BEFORE_ARGUMENTS = re.compile(
 _NAME_TAG = re.compile(r"<([\w.:-]{1,256}+)\s{0,64}+>")
 _CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
 _IDS = frozenset({"type", "id", "tool_call_id"})
-#: The only key of an object around a call, or around a list of calls.
-_WRAPPERS = frozenset({"tool_calls", "tool_call", "function_call", "function_calls", "calls", "call"})
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -231,7 +229,7 @@ class CallReader:
         if len(members) != 1:
             return None
         ((key, value),) = members.items()
-        if key not in _WRAPPERS or self._tools.resolve(key) is not None:
+        if key not in WRAPPERS or self._tools.resolve(key) is not None:
             return None
         if isinstance(value, dict):
             return [value]

@@ -29,7 +29,10 @@ NAMESPACE = r"(?:｜DSML｜|[\w.-]{1,40}:)?"
 #: The name of a function or of a parameter in its tag.
 NAME_ATTRIBUTE = r"""(?:=|\s{1,64}+name\s{0,64}+=\s{0,64}+)["']?([^\s<>"'=]{1,256}+)["']?"""
 CLOSING_TAGS = (*CLOSINGS, *MESSAGE_ENDS)
-_MORE_OPENINGS = ("<|plugin|>", "functools", "function<｜tool▁sep｜>", "function<｜tool_sep｜>", "```json", "```")
+_MORE_OPENINGS = (
+    "<|plugin|>", "functools", "function<｜tool▁sep｜>", "function<｜tool_sep｜>",
+    "```json", "```python", "```tool_call", "```tool_code", "```",
+)  # fmt: skip
 
 
 def any_of(texts: Sequence[str]) -> str:
