@@ -74,11 +74,11 @@ class Delimited(Grammar, ReasoningParser):
     """
     Thinking, its end, and the answer; what follows the end is content whatever it looks like.
 
-    An opening marker counts only as the first of the text, where the prompt did not bring it already. White space next
-    to the markers is markup: templates put it there when they write a past answer back. Text that ends inside of the
-    thinking is reasoning if the model opened it itself, if a limit cut it, or if a call came in it. Otherwise the model
-    has skipped the thinking that its prompt opened, and the text is content. Only the end shows that: what goes on as
-    reasoning before then comes again as content.
+    An opening marker counts only as the first of the text, where the prompt did not bring it already. An end that the
+    model writes again at once is dropped. White space next to the markers is markup: templates put it there when they
+    write a past answer back. Text that ends inside of the thinking is reasoning if the model opened it itself, if a
+    limit cut it, or if a call came in it. Otherwise the model has skipped the thinking that its prompt opened, and the
+    text is content. Only the end shows that: what goes on as reasoning before then comes again as content.
     """
 
     #: What opens and what closes the thinking; alternatives, none of which begins another.
@@ -154,12 +154,18 @@ class Delimited(Grammar, ReasoningParser):
             if end in self.implied and end not in self.dropped:
                 self._output.content(end)
             elif end:
-                yield from reader.space()
+                yield from self._after_end()
         if self.frame is not None:
             yield from self._framed(*self.frame)
         while self.dropped and (yield from reader.until(markers(*self.dropped), self._output.content)):
             pass
         yield from reader.run(_ANYTHING, self._output.content)
+
+    def _after_end(self) -> Step[None]:
+        """Read the white space after the end of the thinking, and ends that the model has written once more."""
+        yield from self._reader.space()
+        while (yield from self._reader.marker(markers(*self.closings))):
+            yield from self._reader.space()
 
     def _is_skipped(self) -> bool:
         """End text without an end of its thinking; return whether that is content."""
@@ -184,15 +190,23 @@ class Delimited(Grammar, ReasoningParser):
             self._output.content(reader.release())
 
     def _opens(self) -> Step[bool]:
-        """Read an opening marker, if one is there. Return whether the thinking has begun."""
+        """
+        Read an opening marker, if one is there. Return whether the thinking has begun.
+
+        An end of a thinking that did not begin is markup too: models without thinking write it at times.
+        """
+        expected = self.openings
         if self._inside:
             otherwise = self._think
-        else:
-            otherwise = self._output.content
-        if self._inside:
             self._skippable = []
             self.is_undecided = True
-        opening = yield from self._reader.attempt(self._reader.token(*self.openings), otherwise)
+        else:
+            otherwise = self._output.content
+            expected = (*self.openings, *self.closings)
+        opening = yield from self._reader.attempt(self._reader.token(*expected), otherwise)
+        if opening in self.closings:
+            yield from self._after_end()
+            return False
         if opening is not None:
             # The model has opened it itself.
             self._skippable = None

@@ -17,42 +17,76 @@ from triton_openai.prompts.system_messages import SYSTEM_ROLES
 
 def results_behind_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return prepared *messages* with each result directly behind its call, and with the id of its call.
+    Return prepared *messages* with each result directly behind the turn that made its call, and with the call's id.
 
-    System messages between a call and its results follow the results.
+    System messages, and what the user said while a call ran, follow the results.
     """
-    placed: list[dict[str, Any]] = []
-    # How many calls of the last turn have no result, their ids if all have one, and the system messages since then.
-    waiting = 0
-    unanswered: list[str] = []
-    late: list[dict[str, Any]] = []
+    order = _ResultOrder()
     for message in messages:
-        role = message["role"]
-        if role == "tool":
-            placed.append(_with_id(message, unanswered))
-            waiting -= 1
-            continue
-        if role in SYSTEM_ROLES and waiting > 0:
-            late.append(message)
-            continue
-        placed += late
-        late = []
+        if message["role"] == "tool":
+            order.add_result(message)
+        else:
+            order.add(message)
+    return order.messages()
+
+
+class _Turn:
+    """A message, and the results behind it."""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        self.message = message
         calls = message.get("tool_calls", ())
-        waiting = len(calls)
-        unanswered = [call["id"] for call in calls if "id" in call]
-        if len(unanswered) < waiting:
-            unanswered = []
-        placed.append(message)
-    return [*placed, *late]
+        #: The ids of the calls that have no result, in order; none if one of the calls has no id.
+        self.unanswered = dict.fromkeys([call["id"] for call in calls if "id" in call])
+        if len(self.unanswered) < len(calls):
+            self.unanswered = {}
+        #: How many of the calls have no result.
+        self.waiting = len(calls)
+        self.results: list[dict[str, Any]] = []
 
 
-def _with_id(result: dict[str, Any], unanswered: list[str]) -> dict[str, Any]:
-    """Return *result* with the id of its call, which is removed from those that are *unanswered*."""
-    if "tool_call_id" not in result and unanswered:
-        result = {**result, "tool_call_id": unanswered[0]}
-    if result.get("tool_call_id") in unanswered:
-        unanswered.remove(result["tool_call_id"])
-    return result
+class _ResultOrder:
+    """Messages in order, with results behind their calls."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        # The turn behind which results without a call of their own stand
+        self._current: _Turn | None = None
+        # The turns whose calls have no result, by the ids of these calls; of the same id, the latest one comes last
+        self._by_id: dict[str, list[_Turn]] = {}
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Add a *message* that is no result."""
+        turn = _Turn(message)
+        self._turns.append(turn)
+        for call_id in turn.unanswered:
+            self._by_id.setdefault(call_id, []).append(turn)
+        is_aside = message["role"] in SYSTEM_ROLES and self._current is not None and self._current.waiting > 0
+        if not is_aside:
+            self._current = turn
+
+    def add_result(self, result: dict[str, Any]) -> None:
+        """Add a *result* behind its call, or, if that is unknown, behind the latest turn."""
+        turn = self._current
+        call_id = result.get("tool_call_id")
+        if call_id is None and turn is not None and turn.unanswered:
+            call_id = next(iter(turn.unanswered))
+            result = {**result, "tool_call_id": call_id}
+        turns = self._by_id.get(call_id or "")
+        if turns:
+            turn = turns.pop()
+            del turn.unanswered[call_id]
+        if turn is None:
+            # The conversation begins with it.
+            turn = _Turn(result)
+            self._turns.append(turn)
+            return
+        turn.waiting -= 1
+        turn.results.append(result)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return all messages."""
+        return [message for turn in self._turns for message in (turn.message, *turn.results)]
 
 
 def orphans_as_text(messages: Sequence[dict[str, Any]], *, in_parts: bool) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ turns are merged, split, or get a neutral turn between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -101,25 +101,39 @@ def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
+        own = _ResultsOfCalls(results)
         for number, call in enumerate(calls):
             turn = {**message, "tool_calls": [call]}
             if number:
                 # What the assistant said stands before its first call.
                 turn = {"role": "assistant", "content": _empty_like(message["content"]), "tool_calls": [call]}
             split.append(turn)
-            split += _taken(results, call, number)
-        split += results
+            split += own.take(call)
+        split += own.rest()
     return split
 
 
-def _taken(results: list[dict[str, Any]], call: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Remove the result of *call* from *results*, and return it; without ids, results come in the calls' order."""
-    for result in results:
-        result_id = result.get("tool_call_id")
-        if result_id is None or result_id == call.get("id"):
-            results.remove(result)
-            return [result]
-    return []
+class _ResultsOfCalls:
+    """The results of one turn's calls: by their ids, or, without ids, in the calls' order."""
+
+    def __init__(self, results: Sequence[dict[str, Any]]) -> None:
+        self._results = dict(enumerate(results))
+        # The numbers of the results by id, the first one last
+        self._numbers: dict[Any, list[int]] = {}
+        for number in reversed(self._results):
+            self._numbers.setdefault(results[number].get("tool_call_id"), []).append(number)
+
+    def take(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Remove the result of *call*, and return it, if there is one."""
+        for call_id in (call.get("id"), None):
+            numbers = self._numbers.get(call_id)
+            if numbers:
+                return [self._results.pop(numbers.pop())]
+        return []
+
+    def rest(self) -> Iterable[dict[str, Any]]:
+        """Return the results that belong to none of the calls."""
+        return self._results.values()
 
 
 def _empty_like(content: Any) -> Any:

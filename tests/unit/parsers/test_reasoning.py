@@ -17,6 +17,7 @@ from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
 from triton_openai.parsers.events import Content, Event, Reasoning
 from triton_openai.parsers.grammar import Grammar
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.reasoning import Delimited
 from triton_openai.parsers.tools.harmony import Harmony
 
 
@@ -272,3 +273,23 @@ def test_harmony_in_two_stages(case: object) -> None:
         )
 
     assert summary(events(both=False)) == summary(events(both=True))
+
+
+@every_case("name", REASONING_PARSERS.table)
+def test_ends_of_thinking_that_come_again(name: str) -> None:
+    """An end that comes twice, and the end of a thinking that did not begin, are markup, however the text is cut."""
+    kind = REASONING_PARSERS.load(name)
+    if not issubclass(kind, Delimited):
+        return
+    for closing in kind.closings:
+        for inside, text, reasoning in (
+            (True, f"Hm{closing}\n{closing}\n\nOk", "Hm"),
+            (False, f"{closing}\n\nOk", ""),
+            (False, f"\n{closing}{closing}Ok", ""),
+        ):
+            for pieces in ([text], text):
+                parser = kind(inside=inside)
+                events = [event for piece in pieces for event in parser.feed(piece)] + parser.flush()
+                thoughts = [event.text for event in events if isinstance(event, Reasoning)]
+                words = [event.text for event in events if isinstance(event, Content)]
+                assert (reasoning, "Ok") == ("".join(thoughts), "".join(words)), text

@@ -425,7 +425,7 @@ def check_outputs(before: Iterable[Item], items: Sequence[Item]) -> None:
     A request that goes on from a response sends what is new only, so such an output belongs to another conversation.
     Source of the text, which agents look for: OpenAI's API.
     """
-    called = {item.get("call_id") for item in (*before, *items) if item.get("type") in _CALLS}
+    called = {item["call_id"] for item in (*before, *items) if item.get("type") in _CALLS and _has_call_id(item)}
     for number, item in enumerate(items):
         if _is_output(item) and item["call_id"] not in called:
             shown = printable(item["call_id"], _MAX_SHOWN_ID)
@@ -443,7 +443,17 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
 
 
 def _is_output(item: Item) -> bool:
-    return item.get("type") in _OUTPUTS and isinstance(item.get("call_id"), str)
+    return item.get("type") in _OUTPUTS and _has_call_id(item)
+
+
+def _has_call_id(item: Item) -> bool:
+    """Return whether *item*, which is not converted yet, has the id of a call: of another type it is refused later."""
+    return isinstance(item.get("call_id"), str)
+
+
+def _breaks_off(item: Item, answered: Collection[str]) -> bool:
+    """Return whether *item* is a call whose arguments end in the middle, and that is none of those *answered*."""
+    return item.get("status") == "incomplete" and _has_call_id(item) and item["call_id"] not in answered
 
 
 def _read_item(item: Item, path: str, builder: MessageBuilder, tools: Tools) -> None:
@@ -455,8 +465,7 @@ def _read_item(item: Item, path: str, builder: MessageBuilder, tools: Tools) -> 
             builder.say(message.content, within)
         else:
             builder.add(_ROLES[message.role](content=message.content), within)
-    elif kind in _CALLS and item.get("status") == "incomplete" and item.get("call_id") not in builder.answered:
-        # Its arguments end in the middle, and nobody has answered it.
+    elif kind in _CALLS and _breaks_off(item, builder.answered):
         tools.left_out.append(kind)
     elif kind in _CALLS:
         call = _convert(item, _Call, path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.tools.argument_types import ArgumentTypes
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import ListedCalls
 
@@ -16,6 +17,8 @@ from triton_openai.parsers.tools.tool_parser import ListedCalls
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 #: What else an object may hold that nothing but its keys shows to be a call.
 _ENVELOPE = frozenset({"name", "type", "id"})
+#: What may stand beside a name without arguments.
+_NO_ARGUMENTS = frozenset({*_ENVELOPE, "index", "call_id", "tool_call_id"})
 _ID = re.compile(r"[A-Za-z0-9]*")
 
 
@@ -69,14 +72,21 @@ class JsonCalls(ListedCalls):
         others: list[str] = []
         started = False
 
-        def begin() -> tuple[Sink, Sink]:
-            """Return where the arguments go, and where the ends of their values."""
+        def begin() -> tuple[Sink, Sink, ArgumentTypes | None]:
+            """Return where the arguments go, and the ends of their values, and what converts them."""
             nonlocal started
             if name is None:
-                return early.append, early.append
+                return early.append, early.append, None
             self._start_call(name)
             started = True
-            return self._output.arguments, self._output.ending
+            return self._output.arguments, self._output.ending, self._types
+
+        def whole(text: str) -> None:
+            """Take arguments that were read as a whole."""
+            _, ends, types = begin()
+            if types is not None:
+                text = types.object(text)
+            ends(text)
 
         yield from reader.literal("{")
         while True:
@@ -88,9 +98,9 @@ class JsonCalls(ListedCalls):
                 name = yield from json_text.decoded_string(reader)
                 self._named = name, None
                 if early:
-                    begin()[1]("".join(early))
+                    whole("".join(early))
             elif key in _ARGUMENTS and not started and not early:
-                yield from self._arguments(begin)
+                yield from self._arguments(begin, whole)
             elif self._is_bare and key not in _ENVELOPE:
                 raise Malformed
             else:
@@ -107,14 +117,20 @@ class JsonCalls(ListedCalls):
             if following == "}":
                 break
         if not started:
-            # Arguments that stand beside the name are no strict call.
-            if name is None or self._is_bare or any(map(Parameters(self.tools.get(name)).has, others)):
+            if name is None or self._is_bare or self._may_be_arguments(name, others):
                 raise Malformed
-            begin()[1]("{}")
+            whole("{}")
         self._end_call()
 
-    def _arguments(self, begin: Callable[[], tuple[Sink, Sink]]) -> Step[None]:
-        """Read the arguments; *begin* says where to, once they are known to be some."""
+    def _may_be_arguments(self, name: str, keys: Sequence[str]) -> bool:
+        """Return whether what stands under *keys* beside *name*, without arguments, may be arguments of that tool."""
+        parameters = Parameters(self.tools.get(name))
+        if not parameters.names:
+            return False
+        return not _NO_ARGUMENTS.issuperset(keys) or any(map(parameters.has, keys))
+
+    def _arguments(self, begin: Callable[[], tuple[Sink, Sink, ArgumentTypes | None]], whole: Sink) -> Step[None]:
+        """Read the arguments into what *begin* returns once they are known to be some, or all at once into *whole*."""
         first = yield from self._reader.next()
         if first == "{":
             yield from json_text.value(self._reader, *begin())
@@ -122,10 +138,10 @@ class JsonCalls(ListedCalls):
             text = (yield from json_text.decoded_string(self._reader)).strip() or "{}"
             if not json_text.is_object(text):
                 raise Malformed
-            begin()[1](text)
+            whole(text)
         else:
             yield from self._reader.literal("null")
-            begin()[1]("{}")
+            whole("{}")
 
 
 class Mistral(JsonCalls):
@@ -139,6 +155,7 @@ class Mistral(JsonCalls):
     """
 
     special_tokens = True
+    bare_names = True
     markers = Markers("[TOOL_CALLS]")
     # Some fine-tunes write it.
     closings = ("[/TOOL_CALLS]",)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -52,27 +52,45 @@ OBJECT = msgspec.json.Decoder(dict[str, Any])
 _MAX_NUMBER = 1_000
 
 
-def value(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
+class MemberTypes(Protocol):
+    """Decides about the types of the members of an object."""
+
+    def fits(self, key: str, first: str) -> bool:
+        """Return whether a value of *key* that begins with the character *first* stays as it is."""
+
+    def converted(self, key: str, text: str) -> str:
+        """Return what takes the place of *text*, a value of *key* that does not."""
+
+
+def value(reader: Reader, sink: Sink, ends: Sink | None = None, types: MemberTypes | None = None) -> Step[None]:
     """
     Read one value into *sink*, and the ends of values and what stands between them into *ends*, if that is another.
 
-    Nesting is limited by memory only. Raises Malformed or Ended.
+    *types* converts members of an object; such a member is read to its end first. Nesting is limited by memory only.
+    Raises Malformed or Ended.
     """
     ends = ends or sink
     closing: list[str] = []
+    key = ""
     while True:
         if closing and closing[-1] == "]":
             reader.ahead(_ITEMS, sink)
             yield from reader.run(_SPACE, ends)
         character = yield from reader.next()
-        if character in "{[":
+        if types is not None and closing == ["}"] and not types.fits(key, character):
+            parts: list[str] = []
+            yield from value(reader, parts.append)
+            ends(types.converted(key, "".join(parts)))
+        elif character in "{[":
             ends(reader.take())
             closing.append("}" if character == "{" else "]")
             yield from reader.run(_SPACE, ends)
             if (yield from reader.next()) != closing[-1]:
                 if character == "{":
                     # No value is before it that it could confirm.
-                    yield from _key(reader, sink, ends, ends)
+                    key = yield from _next_key(
+                        reader, sink, ends, ends, is_alone=types is not None and len(closing) == 1
+                    )
                 continue
         elif character == '"':
             yield from string(reader, sink, ends)
@@ -92,7 +110,7 @@ def value(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
             yield from reader.run(_SPACE, ends)
             if closing[-1] == "}":
                 # The key confirms the value before it.
-                yield from _key(reader, sink, ends, sink)
+                key = yield from _next_key(reader, sink, ends, sink, is_alone=types is not None and len(closing) == 1)
             break
         else:
             return
@@ -181,11 +199,32 @@ def is_object(text: str) -> bool:
         return False
 
 
-def _key(reader: Reader, sink: Sink, ends: Sink, colon: Sink) -> Step[None]:
-    """Read members that are at hand as a whole, then a key and its colon, which goes to *colon*."""
-    reader.ahead(_MEMBERS, sink)
-    yield from reader.run(_SPACE, ends)
-    yield from string(reader, ends)
+def _next_key(reader: Reader, sink: Sink, ends: Sink, colon: Sink, *, is_alone: bool) -> Step[str]:
+    """
+    Read a key and its colon, which goes to *colon*; unless it *is_alone*, after members that are at hand as a whole.
+
+    Return the key if it *is_alone*: only then it is asked for.
+    """
+    if not is_alone:
+        reader.ahead(_MEMBERS, sink)
+        yield from reader.run(_SPACE, ends)
+        yield from string(reader, ends)
+        yield from _colon(reader, ends, colon)
+        return ""
+    parts: list[str] = []
+    yield from string(reader, parts.append)
+    text = "".join(parts)
+    ends(text)
+    yield from _colon(reader, ends, colon)
+    try:
+        return msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeError):
+        # A lone surrogate: no schema has it.
+        return ""
+
+
+def _colon(reader: Reader, ends: Sink, colon: Sink) -> Step[None]:
+    """Read the colon behind a key into *colon*, and the white space around it into *ends*."""
     yield from reader.run(_SPACE, ends)
     yield from reader.literal(":")
     colon(":")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
-from triton_openai.parsers.tools.json_text import escape, quote
+from triton_openai.parsers.tools.json_text import MemberTypes, escape, quote
 
 #: Each level is a generator within a generator.
 _MAX_DEPTH = 50
@@ -60,21 +60,37 @@ class Literals(ABC):
         else:
             yield from self._bare(first, ends)
 
-    def members(self, sink: Sink, ends: Sink | None = None, depth: int = 0) -> Step[None]:
-        """Read an object after its opening brace."""
+    def member(self, key: str, sink: Sink, ends: Sink, types: MemberTypes | None, depth: int = 0) -> Step[None]:
+        """Do :meth:`value` for the value of *key*, which *types* converts."""
+        yield from self._reader.space()
+        first = yield from self._reader.next()
+        if first in self.quotes:
+            first = '"'
+        if types is None or types.fits(key, first):
+            yield from self.value(sink, ends, depth)
+            return
+        parts: list[str] = []
+        yield from self.value(parts.append, depth=depth)
+        ends(types.converted(key, "".join(parts)))
+
+    def members(
+        self, sink: Sink, ends: Sink | None = None, depth: int = 0, types: MemberTypes | None = None
+    ) -> Step[None]:
+        """Read an object after its opening brace; *types* converts its values."""
         ends = ends or sink
         ends("{")
         separator = ""
         while not (yield from self.closes("}", separator)):
-            key: list[str] = []
+            parts: list[str] = []
             if (yield from self._reader.next()) in self.quotes:
-                yield from self._string(key.append)
+                yield from self._string(parts.append)
             else:
-                yield from self._bare_key(key.append)
+                yield from self._bare_key(parts.append)
+            key = "".join(parts)
             yield from self._reader.token(":")
             # The key confirms the value before it, if there is one.
-            (sink if separator else ends)(f"{separator}{quote(''.join(key))}: ")
-            yield from self.value(sink, ends, depth + 1)
+            (sink if separator else ends)(f"{separator}{quote(key)}: ")
+            yield from self.member(key, sink, ends, types, depth + 1)
             separator = ", "
         ends("}")
 

@@ -42,7 +42,7 @@ class Pythonic(ListedCalls):
             else:
                 # The key confirms the value before it.
                 output.arguments(f"{separator}{quote(key)}: ")
-            yield from literals.value(output.arguments, output.ending)
+            yield from literals.member(key, output.arguments, output.ending, self._types)
             separator = ", "
         if not separator:
             self._start_call(name)

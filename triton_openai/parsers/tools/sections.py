@@ -51,6 +51,7 @@ class KimiK2(SectionCalls):
     """
 
     special_tokens = True
+    bare_names = True
     call = "<|tool_call_begin|>"
     # Both spellings of the section occur.
     markers = Markers("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", call)

@@ -14,7 +14,7 @@ OPENINGS = (
     "<|python_tag|>", "<|python_start|>", "<|tool_call>", "<start_function_call>", "<|START_ACTION|>",
     "<|action_start|>", "<|tool_call|>", "[TOOL_CALLS]", "<|tools_prefix|>", "<|function_call|>",
     "function call<|role_sep|>", "<dots_function_call>", "<tool_calls:opensource>", "<tool_call:opensource>",
-    "<atem:function_calls>", "<|open|>tools<|sep|>", "]<]minimax[>[<tool_call>",
+    "<atem:function_calls>", "<|open|>tools<|sep|>", "]<]minimax[>[<tool_call>", "<tools>",
 )  # fmt: skip
 #: What ends a call, or several.
 CLOSINGS = (
@@ -24,14 +24,28 @@ CLOSINGS = (
     "<|tool_calls_section_end|>", "<|tool_call_section_end|>", "<|tool_call_end|>", "<|python_end|>", "<tool_call|>",
     "<end_function_call>", "<|END_ACTION|>", "<|action_end|>", "<|tools_suffix|>", "<|message_sep|>",
     "</dots_function_call>", "</tool_calls:opensource>", "</tool_call:opensource>", "<end_of_tool_call:opensource>",
-    "</atem:function_calls>", "<|close|>tools<|sep|>", "]<]minimax[>[</tool_call>",
+    "</atem:function_calls>", "<|close|>tools<|sep|>", "]<]minimax[>[</tool_call>", "</tools>",
+    "<|/tool_call|>",
 )  # fmt: skip
 #: What opens calls of models whose own format is another: the tags that are no tokens, and those of widespread models.
 COMMON_OPENINGS = (
     "<tool_call>", "<tool_calls>", "<function_call>", "<function_calls>", "<TOOLCALL>", "<function=", '<invoke name="',
-    "<|python_tag|>",
+    "<|python_tag|>", "<|tool_call|>", "<tools>",
 )  # fmt: skip
-COMMON_CLOSINGS = ("</tool_call>", "</tool_calls>", "</function_call>", "</function_calls>", "</TOOLCALL>")
+COMMON_CLOSINGS = (
+    "</tool_call>",
+    "</tool_calls>",
+    "</function_call>",
+    "</function_calls>",
+    "</TOOLCALL>",
+    "</tools>",
+    "<|/tool_call|>",
+)
+#: What models write behind a call once too often, or as the end of their turn; only there it is no text.
+STRAYS_AFTER_CALLS = (
+    "</function>", "</invoke>", "</tool>", "</tool_response>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>",
+    "<|END_OF_TURN_TOKEN|>", "<|observation|>", "<|tool_response>",
+)  # fmt: skip
 #: What ends a message of gpt-oss.
 MESSAGE_ENDS = ("<|call|>", "<|end|>", "<|return|>")
 CLOSING_MARKERS = Markers(*CLOSINGS, *MESSAGE_ENDS)

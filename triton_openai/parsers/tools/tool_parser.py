@@ -14,6 +14,8 @@ import msgspec
 from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.reader import SPACE, Ended, Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.tools import json_text, names, tags, tolerant
+from triton_openai.parsers.tools.argument_types import ArgumentTypes
+from triton_openai.parsers.tools.schema import Parameters
 
 _Result = TypeVar("_Result")
 
@@ -34,6 +36,10 @@ _BARE_BEGINNINGS = {
     "[": ('{"name"', '{ "name"', '\n  {"name"', '{"type": "function"'),
 }
 _WORD = re.compile(r"[\w.:-]*")
+_FENCE = re.compile("`*")
+_MAX_FENCE = 64
+#: The languages of code blocks in which models write calls.
+_LANGUAGES_OF_CALLS = frozenset({"", "json", "python", "tool_call", "tool_code"})
 # Tolerant readings may read so many characters of an answer more than once, or in vain.
 _MAX_SPENT = 200_000
 # One reading gets no more characters than this.
@@ -102,6 +108,8 @@ class CallGrammar(Grammar, ToolParser):
     _called = ""
     _written = ""
     _is_opaque = False
+    # Converts arguments of the latest call, if the request has its tool
+    _types: ArgumentTypes | None = None
     # Where the latest call ends in what is kept
     _call_end = 0
     # Whether no marker showed that it is a call
@@ -177,6 +185,9 @@ class CallGrammar(Grammar, ToolParser):
         rest = self._reader.release()
         if self._in_call:
             self._output.confirm()
+        elif self._output.is_after_call and rest.strip() in self.openings:
+            # The model announced another call, and ended.
+            return
         elif not self._reader.drops_rest:
             self._output.content(rest)
         elif self._named is not None and self._named[0] in self.tools:
@@ -297,6 +308,9 @@ class CallGrammar(Grammar, ToolParser):
         self._called = names.resolved(name, self.tools) or name
         is_opaque = bool(self.tools) and self._called not in self.tools and names.is_opaque(name)
         self._is_opaque = is_opaque
+        self._types = None
+        if self._called in self.tools:
+            self._types = ArgumentTypes(Parameters(self.tools[self._called]))
         self._output.start(
             self._new_id if id is None else lambda: id, self._called, waits_for_end=is_opaque or self.may_wait
         )
@@ -305,8 +319,13 @@ class CallGrammar(Grammar, ToolParser):
         """Note the end of a complete call, or of the markup after it."""
         if self._in_call and self._is_opaque:
             self._name_by_arguments()
+        kinds: set[str] = set()
         if self._in_call and self._called != self._written:
-            self.repairs[self._output.calls - (not self._output.has_waiting_start)] = frozenset({"name"})
+            kinds.add("name")
+        if self._in_call and self._types is not None and self._types.has_converted:
+            kinds.add("types")
+        if kinds:
+            self.repairs[self._output.calls - (not self._output.has_waiting_start)] = frozenset(kinds)
         self._call_end = self._reader.kept_size
         self._is_after_call = True
         self._in_call = False
@@ -334,7 +353,7 @@ class CallGrammar(Grammar, ToolParser):
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
-        yield from json_text.value(self._reader, self._output.arguments, self._output.ending)
+        yield from json_text.value(self._reader, self._output.arguments, self._output.ending, self._types)
         self._end_call()
 
     def _name(self) -> Step[str]:
@@ -374,7 +393,8 @@ class MarkedCalls(CallGrammar):
             others = [tag for tag in tags.COMMON_OPENINGS if not tag.startswith(own)]
         else:
             others = []
-        self._strays = frozenset({*tags.COMMON_CLOSINGS, *self.closings, *filter(None, [self.closing])})
+        strays = [*tags.COMMON_CLOSINGS, *tags.STRAYS_AFTER_CALLS, *self.closings, *filter(None, [self.closing])]
+        self._strays = frozenset(strays).difference(own)
         self._markers = markers(*own, *others, *self._strays)
 
     def _text(self) -> Step[None]:
@@ -387,13 +407,10 @@ class MarkedCalls(CallGrammar):
         self._is_bare = True
         if first and first in (self.bare if not self.tools else _BARE):
             yield from self._attempt(self._block("") if first in self.bare else self._another_form(), "")
+        elif first == "`" and self.tools:
+            yield from self._fenced()
         elif first and self.bare_names and self.tools:
-            word = yield from self._reader.collect(_WORD, MAX_NAME)
-            known = word.removeprefix("call:") in self.tools
-            if known and (yield from self._reader.peek()) in ("(", "{", "<"):
-                yield from self._attempt(self._another_form(), word)
-            else:
-                self._output.content(word)
+            yield from self._bare_name("")
         self._is_bare = False
         while marker := marker or (yield from self._reader.until(self._markers, self._output.content)):
             if marker in self.markers.texts:
@@ -404,6 +421,29 @@ class MarkedCalls(CallGrammar):
                 # After a call, it is one too many.
                 self._output.content(marker)
             marker = ""
+
+    def _fenced(self) -> Step[None]:
+        """Read calls in a code block with which the text begins, or what is no such block."""
+        reader = self._reader
+        fence = yield from reader.collect(_FENCE, _MAX_FENCE)
+        language = yield from reader.collect(_WORD, MAX_NAME)
+        space = yield from reader.collect(SPACE, _MAX_FENCE)
+        opening = fence + language + space
+        if fence != "```" or language not in _LANGUAGES_OF_CALLS:
+            self._output.content(opening)
+        elif (yield from reader.peek()) in ("{", "["):
+            yield from self._attempt(self._another_form(), opening)
+        else:
+            yield from self._bare_name(opening)
+
+    def _bare_name(self, before: str) -> Step[None]:
+        """Read calls that begin with a name, or what is no name of a tool; the text *before* it was read."""
+        word = yield from self._reader.collect(_WORD, MAX_NAME)
+        is_known = names.resolved(word.removeprefix("call:"), self.tools) is not None
+        if is_known and (yield from self._reader.peek()) in ("(", "{", "<", "["):
+            yield from self._attempt(self._another_form(), before + word)
+        else:
+            self._output.content(before + word)
 
     def _bare_openings(self) -> Sequence[str]:
         """Return what opens a call without a marker at the beginning of a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.conformance.calls import steered
 from tests.faces import MODEL, running
@@ -35,3 +36,18 @@ async def test_outputs_of_calls() -> None:
             assert 200 == answer.status, answer.body
         whole = await faces.post(PATH, {"model": MODEL, "input": [orphan, last]})
         assert 200 == whole.status, whole.body
+
+
+async def test_call_ids_of_other_types() -> None:
+    """A call whose id is no text is refused, wherever its id is looked for."""
+    call = {"type": "function_call", "name": "look", "arguments": "{}"}
+    last = {"role": "user", "content": steered("Go on.", text="done")}
+    async with running() as faces:
+        made = await faces.post(PATH, {"model": MODEL, "input": steered("Look.", text="seen")})
+        for after in ({}, {"previous_response_id": made.json["id"]}):
+            for status in ("completed", "incomplete"):
+                ids: tuple[Any, ...] = ([], {}, 1, None)
+                for call_id in ids:
+                    items = [{**call, "status": status, "call_id": call_id}, last]
+                    answer = await faces.post(PATH, {"model": MODEL, "input": items, **after})
+                    assert (400, "input[0].call_id") == (answer.status, answer.json["error"]["param"]), call_id

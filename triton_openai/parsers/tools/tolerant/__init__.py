@@ -43,7 +43,7 @@ def read(
         raise Unreadable
     budget = StepBudget(len(text))
     context = Context(
-        scanner=Scanner(text, budget, ended=ended),
+        scanner=Scanner(text, budget, ended=ended, names=tools.keys()),
         tools=RequestTools(tools, budget),
         options=Options(cut=cut, bare=bare, keeps_types=keeps_types),
         state=CallState(),

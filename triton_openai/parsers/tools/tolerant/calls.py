@@ -12,7 +12,7 @@ import msgspec
 from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.keys import NAME
-from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS
+from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
 from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
 from triton_openai.parsers.tools.tolerant.tagged import TagReader
@@ -26,6 +26,8 @@ _BEFORE_ARGUMENTS = re.compile(
     r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|<tool_sep(?::\w{1,32})?>|```(?:json)?|<\|channel\|>\w{0,64}+"
     r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
 )
+#: A tag with the name of a tool, or of something else.
+_NAME_TAG = re.compile(r"<([\w.:-]{1,256}+)\s{0,64}+>")
 _CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
 _IDS = frozenset({"type", "id", "tool_call_id"})
 
@@ -70,12 +72,12 @@ class CallReader:
         end = at
         while True:
             try:
-                call, at = self._call(at)
+                more, at = self._calls_at(at)
             except Unreadable:
                 if not calls or self._options.bare:
                     raise
                 break
-            calls.append(call)
+            calls += more
             at, is_closed = self._after_call(at)
             end = at
             if is_closed:
@@ -139,19 +141,29 @@ class CallReader:
                 return at, False
             at = end
 
-    def _call(self, at: int) -> tuple[Call, int]:
-        """Return the call at *at*, and the position after it."""
+    def _calls_at(self, at: int) -> tuple[Sequence[Call], int]:
+        """Return the call at *at*, or the calls in the object or the string there, and the position after them."""
         text = self._scanner.text
         self._state.begin_call()
         if self._scanner.is_over(at):
             raise Unreadable
+        if text[at] == "{" or (text[at] == "(" and not self._options.bare):
+            return self._object_calls(at)
+        if text[at] == '"' and not self._options.bare:
+            return self._quoted_calls(at)
+        call, at = self._call(at)
+        return [call], at
+
+    def _call(self, at: int) -> tuple[Call, int]:
+        """Return the call whose name is at *at*, and the position after it."""
+        text = self._scanner.text
         tag = CALL_TAG.match(text, at)
         if tag is not None:
             return self._named_call(tag[1], tag.end(), in_tag=True)
-        if text[at] == "{" or (text[at] == "(" and not self._options.bare):
-            return self._object_call(at)
-        if text[at] == '"' and not self._options.bare:
-            return self._quoted_call(at)
+        tag = _NAME_TAG.match(text, at)
+        if tag is not None and self._tools.has(tag[1]):
+            call, end = self._named_call(tag[1], tag.end(), in_tag=True)
+            return call, self._after_end_tag(end, tag[1])
         header = text.find(_MESSAGE, at, at + _MAX_HEADER)
         recipient = None
         if header >= 0:
@@ -162,6 +174,14 @@ class CallReader:
         if word is None:
             raise Unreadable
         return self._named_call(word[1].rstrip(":") or word[1], word.end())
+
+    def _after_end_tag(self, at: int, name: str) -> int:
+        """Return the position after white space and the end tag of *name*; *at* if there is none."""
+        end = self._scanner.after_space(at)
+        tag = f"</{name}>"
+        if self._scanner.text.startswith(tag, end):
+            return end + len(tag)
+        return at
 
     def _named_call(self, written: str, at: int, *, in_tag: bool = False) -> tuple[Call, int]:
         """Read the arguments of a call whose name is *written*."""
@@ -193,37 +213,65 @@ class CallReader:
             call_id = match[1]
         return self._made(name, written, arguments, call_id), end
 
-    def _object_call(self, at: int) -> tuple[Call, int]:
-        """Read a call that is an object with a name and arguments, perhaps with parentheses for its braces."""
+    def _object_calls(self, at: int) -> tuple[Sequence[Call], int]:
+        """Read a call that is an object, perhaps with parentheses for its braces, or an object around calls."""
         if self._scanner.text[at] == "(":
             self._state.repair("brackets")
         members, end = self._values.call(at)
+        wrapped = self._wrapped_calls(members)
+        if wrapped is None:
+            return [self._call_of(members)], end
+        self._state.repair("notation")
+        return [self._call_of(inner) for inner in wrapped], end
+
+    def _wrapped_calls(self, members: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+        """Return the objects of calls in an object that has nothing else; ``None`` if *members* are of another one."""
+        if len(members) != 1:
+            return None
+        ((key, value),) = members.items()
+        if key not in WRAPPERS or self._tools.resolve(key) is not None:
+            return None
+        if isinstance(value, dict):
+            return [value]
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return value
+        return None
+
+    def _call_of(self, members: Mapping[str, Any]) -> Call:
+        """Return the call that is an object with *members*: a name and arguments."""
         function = members.get("function")
         if isinstance(function, dict):
             members = function
         named = self._tools.named_in(members)
         if named is None:
-            return self._call_with_name_as_key(members), end
+            return self._call_with_name_as_key(members)
         key, name = named
         written = members[key]
         if name != written:
             self._state.repair("name")
         others = {other: value for other, value in members.items() if other != key}
         for argument_key in ARGUMENT_KEYS:
-            if argument_key in others:
-                if self._options.bare and not others.keys() <= CALL_KEYS:
-                    raise Unreadable
-                return self._made(name, written, self._arguments_in(others[argument_key], name)), end
-        return self._made(name, written, self._arguments_beside(others, name)), end
+            if argument_key not in others or self._is_argument(others[argument_key], argument_key, name):
+                continue
+            if self._options.bare and not others.keys() <= CALL_KEYS:
+                raise Unreadable
+            return self._made(name, written, self._arguments_in(others[argument_key], name))
+        return self._made(name, written, self._arguments_beside(others, name))
 
-    def _quoted_call(self, at: int) -> tuple[Call, int]:
-        """Read a call that is an object in a string."""
+    def _is_argument(self, value: Any, key: str, name: str) -> bool:
+        """Return whether *value* of *key* in a call's object is an argument of the tool *name*, not all of them."""
+        return not isinstance(value, dict) and self._tools.parameters(name).has(key)
+
+    def _quoted_calls(self, at: int) -> tuple[Sequence[Call], int]:
+        """Read calls that are objects in a string."""
         value, end = self._values.value(at, NO_PARAMETERS, "")
-        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
             raise Unreadable
         inner = CallReader(self._context.inner(value))
-        (call,) = inner.calls(0).calls
-        return msgspec.structs.replace(call, kinds=call.kinds | {"notation"}), end
+        read = inner.calls(0)
+        if value[read.end :].strip():
+            raise Unreadable
+        return [msgspec.structs.replace(call, kinds=call.kinds | {"notation"}) for call in read.calls], end
 
     def _call_with_name_as_key(self, members: Mapping[str, Any]) -> Call:
         """Return the call whose only member has the name of a tool as its key, and the arguments as its value."""
@@ -283,6 +331,10 @@ class CallReader:
             return {}, at
         if scanner.text[at] == "{":
             return self._values.object(at, parameters)
+        if scanner.text[at] == '"' and name is not None:
+            # The arguments are an object in a string.
+            value, end = self._values.value(at, NO_PARAMETERS, "")
+            return self._arguments_in(value, name), end
         if scanner.text[at] != "(":
             self._state.repair("tags")
             return self._tags.read(at, parameters)

@@ -20,7 +20,7 @@ class Context(msgspec.Struct, frozen=True):
     def inner(self, text: str) -> Context:
         """Return the context of *text*, which is a string in this one. Both share one budget of steps."""
         return Context(
-            scanner=Scanner(text, self.scanner.budget, ended=True),
+            scanner=Scanner(text, self.scanner.budget, ended=True, names=self.scanner.names),
             tools=self.tools,
             options=Options(cut=self.options.cut, keeps_types=self.options.keeps_types),
             state=CallState(),

@@ -11,6 +11,7 @@ import re
 
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.escapes import unescaped
+from triton_openai.parsers.tools.tolerant.request_tools import CALL_KEYS
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Unreadable
 from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH, Level
 
@@ -23,6 +24,7 @@ _KEY = re.compile(
     rf"""\s{{0,64}}+({_QUOTE}{{0,2}}+)\s{{0,64}}+(:|=>|=)(?!=)"""
 )
 _JSON_KEY = re.compile(r'"((?:[^"\\\n]|\\.){0,200}+)"\s{0,64}+()()(:)')
+_OBJECT_OF_CALL = re.compile(r'\[?\s{0,64}+\{\s{0,64}+"([^"\\\n]{1,40}+)"')
 _BARE_SCALAR = re.compile(r"(?:[tT]rue|[fF]alse|null|None)\b")
 _BEGINS_VALUE = frozenset("\"'“[{(<-0123456789")
 _BEGINS_CALL = frozenset("{<[")
@@ -88,7 +90,7 @@ class KeyReader:
                 return True
             if scanner.text[at] != ",":
                 if is_whole:
-                    return not after_text and scanner.text[at].isalnum()
+                    return not after_text and (scanner.text[at].isalnum() or self._begins_object_of_call(at))
                 level = state.levels[state.depth - closed - 1]
                 return level.is_object and self._is_marked(at) and self._is_next(at, level, certain=True)
             at = scanner.after_commas(at)
@@ -96,7 +98,7 @@ class KeyReader:
                 # A comma after the last item
                 continue
             if is_whole:
-                return scanner.text[at] in _BEGINS_CALL or NAME.match(scanner.text, at) is not None
+                return self._begins_call(at)
             level = state.levels[state.depth - closed - 1]
             if level.is_object:
                 return self._is_next(at, level, certain=certain)
@@ -104,6 +106,17 @@ class KeyReader:
                 return False
             return self._begins_value(at)
         return False
+
+    def _begins_call(self, at: int) -> bool:
+        """Return whether another call may begin at *at*."""
+        text = self._scanner.text
+        return text.startswith((*_BEGINS_CALL, '"{'), at) or NAME.match(text, at) is not None
+
+    def _begins_object_of_call(self, at: int) -> bool:
+        """Return whether the object of a call begins at *at*, without a comma before it."""
+        self._scanner.budget.take()
+        match = _OBJECT_OF_CALL.match(self._scanner.text, at)
+        return match is not None and match[1] in CALL_KEYS
 
     def _is_marked(self, at: int) -> bool:
         """Return whether a key at *at* needs no comma before it: it is in quotes, or an equals sign follows."""

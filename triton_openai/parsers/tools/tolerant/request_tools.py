@@ -11,8 +11,10 @@ from triton_openai.parsers.tools.tolerant.scanner import StepBudget
 
 #: The keys of an object that is a call.
 _NAME_KEYS = ("name", "tool_name", "function_name", "function", "tool", "recipient_name", "action")
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "input", "action_input")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "params", "kwargs", "input", "action_input", "tool_input")
 CALL_KEYS = frozenset({*_NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id", "index", "call_id"})
+#: The only key of an object around a call, or around a list of calls.
+WRAPPERS = frozenset({"tool_calls", "tool_call", "function_call", "function_calls", "calls", "call"})
 #: The parameters of what no schema describes.
 NO_PARAMETERS = Parameters(None)
 # Steps for each tool: to compare a name with its name, and arguments with its schema.
@@ -31,6 +33,10 @@ class RequestTools:
         # The parameters of objects inside of others, each with those of the object around it
         self._inner: dict[tuple[int, str], tuple[Parameters, Parameters]] = {}
 
+    def has(self, name: str) -> bool:
+        """Return whether a tool has exactly this *name*."""
+        return name in self._tools
+
     def resolve(self, written: str) -> str | None:
         """Return the name of the tool that *written* means; ``None`` if it means no tool or several."""
         if written in self._tools:
@@ -47,6 +53,10 @@ class RequestTools:
                 if name is not None:
                     return key, name
         return None
+
+    def names_another(self, key: str, value: Any) -> bool:
+        """Return whether *key* and *value* in an object name something that is no tool."""
+        return key in _NAME_KEYS and isinstance(value, str) and self.resolve(value) is None
 
     def by_arguments(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """Return the name of the only tool that takes *arguments*, and the arguments."""

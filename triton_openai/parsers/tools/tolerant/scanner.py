@@ -9,7 +9,7 @@ bounded number of characters from each position: what repeats has a bound, or is
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from triton_openai.parsers.tools.tags import CLOSINGS, MESSAGE_ENDS, OPENINGS
 
@@ -29,7 +29,10 @@ NAMESPACE = r"(?:｜DSML｜|[\w.-]{1,40}:)?"
 #: The name of a function or of a parameter in its tag.
 NAME_ATTRIBUTE = r"""(?:=|\s{1,64}+name\s{0,64}+=\s{0,64}+)["']?([^\s<>"'=]{1,256}+)["']?"""
 CLOSING_TAGS = (*CLOSINGS, *MESSAGE_ENDS)
-_MORE_OPENINGS = ("<|plugin|>", "functools", "function<｜tool▁sep｜>", "function<｜tool_sep｜>", "```json", "```")
+_MORE_OPENINGS = (
+    "<|plugin|>", "functools", "function<｜tool▁sep｜>", "function<｜tool_sep｜>",
+    "```json", "```python", "```tool_call", "```tool_code", "```",
+)  # fmt: skip
 
 
 def any_of(texts: Sequence[str]) -> str:
@@ -40,6 +43,7 @@ def any_of(texts: Sequence[str]) -> str:
 OPENING = re.compile(any_of((*OPENINGS, *_MORE_OPENINGS)))
 CALL_TAG = re.compile(rf"<{NAMESPACE}(?:function|invoke|tool){NAME_ATTRIBUTE}\s{{0,64}}(?:/?>|(?=\n))")
 CLOSING = re.compile(rf"{any_of(CLOSING_TAGS)}|</{NAMESPACE}(?:function|invoke|tool)>|```")
+_NAME_END = re.compile(r"</([\w.:-]{1,256}+)>")
 #: White space, and comments of some length.
 _SPACE = re.compile(r"(?:\s++|//[^\n]{0,200}+\n|/\*(?:[^*]|\*(?!/)){0,200}+\*/)*+")
 
@@ -69,11 +73,12 @@ class StepBudget:
 class Scanner:
     """A text, and what begins at a position in it. Each method counts its steps."""
 
-    def __init__(self, text: str, budget: StepBudget, *, ended: bool) -> None:
-        """Scan *text*; *ended* is whether no more text follows."""
+    def __init__(self, text: str, budget: StepBudget, *, ended: bool, names: Collection[str] = ()) -> None:
+        """Scan *text*; *ended* is whether no more text follows. The tags of *names* enclose calls of these tools."""
         self.text = text
         self.budget = budget
         self.ended = ended
+        self.names = names
         # Where runs of closing tags end, by the position of each tag
         self._ends_of_runs: dict[int, int] = {}
 
@@ -104,7 +109,12 @@ class Scanner:
 
     def closing(self, at: int) -> re.Match[str] | None:
         """Return the closing tag at *at*."""
-        return CLOSING.match(self.text, at)
+        match = CLOSING.match(self.text, at)
+        if match is None:
+            match = _NAME_END.match(self.text, at)
+            if match is not None and match[1] not in self.names:
+                match = None
+        return match
 
     def at_bracket(self, at: int) -> bool:
         """Return whether a closing bracket is at *at* which begins no closing tag."""

@@ -37,6 +37,7 @@ _KEY_TAGS = re.compile(
 _VALUE_END = re.compile(r"</arg_value>")
 #: What ends a value without an end tag.
 _NEXT_TAG = re.compile(rf"\n?(?:{_PARAMETER.pattern}|<arg_key>|{CLOSING.pattern})")
+_OPENS = re.compile(rf"{_PARAMETER.pattern}|<arg_key>|{OPENING.pattern}|{CALL_TAG.pattern}")
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +124,9 @@ class TagReader:
             end = text.find(">", at, at + _MAX_KEY_TAG)
             key = text[at + 1 : max(end, at + 1)]
             if self._is_next(key):
-                return _Tag(key, end + 1, re.compile(re.escape(f"</{key}>")))
+                # A value on lines of its own
+                is_block = text.startswith("\n", end + 1)
+                return _Tag(key, end + 1, re.compile(re.escape(f"</{key}>")), trims_lines=is_block)
         return None
 
     def _text(self, tag: _Tag) -> tuple[str, int]:
@@ -195,6 +198,9 @@ class TagReader:
         tag = self._tag(at)
         if tag is not None:
             if tag.key in self._seen:
+                if not self._has_parameter(before.start, at):
+                    # The parameter comes twice, or the value contains its tags: nothing shows which.
+                    raise Unreadable
                 return False
             is_same_form = bool(tag.form) and tag.form == before.form
             return is_same_form or not self._parameters.names or self._parameters.has(tag.key)
@@ -204,6 +210,11 @@ class TagReader:
         if scanner.is_over(behind) or scanner.opens(behind):
             return True
         return not self._has_end_tag(behind, before.end)
+
+    def _has_parameter(self, start: int, end: int) -> bool:
+        """Return whether a parameter or a call opens from *start* to *end*."""
+        self._scanner.budget.take(end - start)
+        return _OPENS.search(self._scanner.text, start, end) is not None
 
     def _has_end_tag(self, at: int, end: re.Pattern[str]) -> bool:
         """

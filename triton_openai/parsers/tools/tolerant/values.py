@@ -11,7 +11,7 @@ from typing import Any
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tolerant.context import Context
 from triton_openai.parsers.tools.tolerant.keys import KeyReader
-from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS
+from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Incomplete, Unreadable
 from triton_openai.parsers.tools.tolerant.state import Level
 from triton_openai.parsers.tools.tolerant.strings import StringReader
@@ -92,25 +92,33 @@ class ValueReader:
                 if is_doubled:
                     at = self._after_second_brace(at)
                 break
-            if scanner.closes(at) or self._is_end_of_list(at):
+            if scanner.closes(at) or self._is_end_of_array(at):
                 self._state.repair("brackets")
                 break
             key, at = self._keys.read(at)
             if key in result:
                 raise Unreadable
             level.seen.add(key)
+            # Without a marker, most objects are no calls, and most of these show it early.
+            is_bare_call = of_call and self._options.bare
+            if is_bare_call and key not in CALL_KEYS and key not in WRAPPERS:
+                raise Unreadable
             if of_call and key in ARGUMENT_KEYS:
                 result[key], at = self._arguments_of_call(at, result)
             else:
                 result[key], at = self.value(at, level.parameters, key, of_call=of_call)
+            if is_bare_call and self._tools.names_another(key, result[key]):
+                raise Unreadable
         self._state.close()
         return result, at
 
-    def _is_end_of_list(self, at: int) -> bool:
-        """Return whether the bracket at *at* ends the list of calls, behind which nothing follows."""
+    def _is_end_of_array(self, at: int) -> bool:
+        """Return whether the bracket at *at* ends the array around the object, or the list of calls at its end."""
         scanner = self._scanner
         if not scanner.text.startswith("]", at):
             return False
+        if any(not level.is_object for level in self._state.levels):
+            return True
         end = scanner.after_space(at + 1)
         return scanner.is_over(end) or scanner.closes(end)
 
