@@ -74,7 +74,8 @@ _log = structlog.get_logger(__name__)
 #: The parameter of the model's configuration that names the contract, and the versions that are known.
 CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
-#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify`` or ``transcribe``.
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify``, ``transcribe`` (a
+#: Whisper, by token ids) or ``transcribe_text`` (any other model that writes down speech); several with commas.
 RUNNER = "triton_openai_runner"
 #: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
 LEVELS = 10
@@ -122,9 +123,11 @@ class _Vector(msgspec.Struct):
 
 
 class _Spoken(msgspec.Struct):
-    """The answer to a transcription."""
+    """The answer to a transcription: token ids, or a text."""
 
     ids: list[int] = []
+    text: str = ""
+    complete: bool = True
     logprob: float = 0.0
     prompt: int | None = None
     error: Any = msgspec.field(name="e", default=None)
@@ -135,11 +138,29 @@ _JOBS: Mapping[str, Sequence[JobType]] = {
     "embed": (EmbeddingJob,),
     "classify": (ClassificationJob, ScoreJob),
     "transcribe": (TranscriptionJob, TranslationJob),
+    "transcribe_text": (TranscriptionJob, TranslationJob),
 }
 #: How Whisper takes speech: 30 seconds at once. It has room for 448 tokens, the prompt and its text before included.
 _START = "<|startoftranscript|>"
 _WHISPER = Recognition(
-    max_seconds=30.0, languages=tuple(LANGUAGES), prompt=True, temperature=True, segments=True, invents=True
+    max_seconds=30.0,
+    languages=tuple(LANGUAGES),
+    prompt=True,
+    temperature=True,
+    segments=True,
+    invents=True,
+    token_ids=True,
+)
+# The most tokens for 30 seconds of speech. A model that repeats itself would go on to the end of its context.
+_MAX_SPOKEN = 1024
+#: How other models take speech. The model refuses a language that it does not take.
+_HEARING = Recognition(
+    max_seconds=30.0,
+    languages=tuple(LANGUAGES),
+    prompt=True,
+    temperature=True,
+    invents=True,
+    max_tokens=_MAX_SPOKEN,
 )
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
@@ -156,9 +177,19 @@ class Companion(Adapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
-        if TranscriptionJob in self.jobs:
+        runners = [runner.strip() for runner in (config.parameter(RUNNER) or "").split(",")]
+        jobs: list[JobType] = []
+        for runner in runners:
+            jobs += _JOBS.get(runner, (Generation,))
+        self.jobs = jobs
+        recognition = None
+        if "transcribe" in runners:
             self.capabilities = Capabilities(tokens=True, tokenizer_has=(_START,), recognition=_WHISPER)
+            return
+        if "transcribe_text" in runners:
+            recognition = _HEARING
+        if runners == ["transcribe_text"]:
+            self.capabilities = Capabilities(recognition=recognition)
             return
         self.capabilities = Capabilities(
             streaming=True,
@@ -177,6 +208,7 @@ class Companion(Adapter):
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
             audio=_MEDIA in config.inputs,
+            recognition=recognition,
             activation=True,
         )
 
@@ -254,16 +286,20 @@ class Companion(Adapter):
 
         file = wav_file(np.frombuffer(job.samples, "<f4"), _WHISPER.sample_rate)
         sampling: dict[str, Any] = {"temperature": job.temperature or 0.0}
-        if len(job.prompt_ids) == 1:
-            # The answer begins with the language, and nothing else of it is used.
-            sampling["max_tokens"] = 1
-        body = {
+        body: dict[str, Any] = {
             "v": 1,
             "kind": "transcribe",
-            "ids": list(job.prompt_ids),
             "sampling": sampling,
             "media": [{"type": "audio", "at": 0, "encoding": "base64"}],
         }
+        if self.capabilities.recognition is _WHISPER:
+            body["ids"] = list(job.prompt_ids)
+            if len(job.prompt_ids) == 1:
+                # The answer begins with the language, and nothing else of it is used.
+                sampling["max_tokens"] = 1
+        else:
+            sampling["max_tokens"] = _MAX_SPOKEN
+            body.update(_spoken_prompt(job))
         media = self.tensor(_MEDIA, base64.b64encode(file).decode())
         return self.request(job.id, [self._body(body), media], (_RESPONSE,))
 
@@ -333,7 +369,13 @@ class Companion(Adapter):
                 likely = None
                 if spoken.ids:
                     likely = spoken.logprob / len(spoken.ids)
-                return Transcript(text="", token_ids=spoken.ids, avg_logprob=likely, prompt_tokens=spoken.prompt)
+                return Transcript(
+                    text=spoken.text.strip(),
+                    token_ids=spoken.ids,
+                    avg_logprob=likely,
+                    prompt_tokens=spoken.prompt,
+                    complete=spoken.complete,
+                )
         raise InvalidAnswer("it has no transcript", model=self.config.name)
 
     def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
@@ -447,6 +489,18 @@ def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
     if generation.vocabulary is not None and not sampling.ignore_eos:
         ends.update(generation.vocabulary.end_ids)
     return {**msgspec.structs.asdict(beams), "ends": sorted(ends)}
+
+
+def _spoken_prompt(job: TranscriptionJob) -> dict[str, str]:
+    """Return what the model makes its prompt for *job* of."""
+    values = {"task": "transcribe"}
+    if isinstance(job, TranslationJob):
+        values = {"task": "translate", "to_language": "en"}
+    if job.language is not None:
+        values["language"] = job.language
+    if job.prompt is not None:
+        values["prompt"] = job.prompt
+    return values
 
 
 def _activation(activate: bool) -> dict[str, Any]:
