@@ -62,6 +62,9 @@ from triton_openai.jobs import (
     JobType,
     ScoreJob,
     ScoreResult,
+    TokenClassificationJob,
+    TokenEmbeddingJob,
+    TokenVectorsResult,
     Transcript,
     TranscriptionJob,
     TranslationJob,
@@ -74,8 +77,9 @@ _log = structlog.get_logger(__name__)
 #: The parameter of the model's configuration that names the contract, and the versions that are known.
 CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
-#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify``, ``transcribe`` (a
-#: Whisper, by token ids) or ``transcribe_text`` (any other model that writes down speech); several with commas.
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify``, ``token_embed``,
+#: ``token_classify``, ``transcribe`` (a Whisper, by token ids) or ``transcribe_text`` (any other model that writes down
+#: speech); several with commas.
 RUNNER = "triton_openai_runner"
 #: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
 LEVELS = 10
@@ -103,6 +107,9 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 # The bytes of a number in a vector.
 _FLOAT = 4
+# The most tokens of a request that gets a vector for each: 64 MiB of vectors with 1,024 numbers, several times that as
+# JSON.
+_MAX_VECTORS = 16_384
 _FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -118,6 +125,8 @@ class _Vector(msgspec.Struct):
     """The answer to a job."""
 
     vector: str = ""
+    #: Of a vector for each token: how many there are, and of how many numbers each.
+    shape: list[int] = []
     prompt: int | None = None
     error: Any = msgspec.field(name="e", default=None)
 
@@ -137,6 +146,8 @@ class _Spoken(msgspec.Struct):
 _JOBS: Mapping[str, Sequence[JobType]] = {
     "embed": (EmbeddingJob,),
     "classify": (ClassificationJob, ScoreJob),
+    "token_embed": (TokenEmbeddingJob,),
+    "token_classify": (TokenClassificationJob,),
     "transcribe": (TranscriptionJob, TranslationJob),
     "transcribe_text": (TranscriptionJob, TranslationJob),
 }
@@ -242,7 +253,9 @@ class Companion(Adapter):
         )
 
     def encode(
-        self, job: Generation | EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob, /
+        self,
+        job: Generation | EmbeddingJob | TokenEmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
+        /,
     ) -> Sequence[InferRequest]:
         """Return the request of a generation or a transcription, or one for each input of another job."""
         if isinstance(job, Generation):
@@ -253,7 +266,10 @@ class Companion(Adapter):
             return [self._pair(job, number) for number in range(len(job.encoded))]
         kind = "embed"
         pooling = _activation(job.activate)
-        if isinstance(job, ClassificationJob):
+        if isinstance(job, TokenEmbeddingJob):
+            kind = job.tasks[0]
+            _check_tokens(job)
+        elif isinstance(job, ClassificationJob):
             kind = "classify"
         elif job.dimensions is not None:
             check_range("dimensions", job.dimensions, "INT32")
@@ -333,13 +349,15 @@ class Companion(Adapter):
 
     def decode(
         self,
-        job: EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
+        job: EmbeddingJob | TokenEmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
         responses: Sequence[InferResponse],
         /,
-    ) -> EmbeddingResult | ClassificationResult | ScoreResult | Transcript:
+    ) -> EmbeddingResult | TokenVectorsResult | ClassificationResult | ScoreResult | Transcript:
         """Return vectors, the values of classes, scores, or what is spoken."""
         if isinstance(job, TranscriptionJob):
             return self._transcript(responses)
+        if isinstance(job, TokenEmbeddingJob):
+            return self._token_vectors(job, responses)
         vectors: list[bytes] = []
         tokens = 0
         for response in responses:
@@ -356,6 +374,18 @@ class Companion(Adapter):
         return ClassificationResult(
             values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
         )
+
+    def _token_vectors(self, job: TokenEmbeddingJob, responses: Sequence[InferResponse]) -> TokenVectorsResult:
+        inputs: list[Sequence[bytes]] = []
+        tokens = 0
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                vector = self._vector(response, text)
+                inputs.append(_rows(response, vector))
+                tokens += vector.prompt or 0
+        if len(inputs) != len(job.inputs):
+            raise InvalidAnswer(f"it has {len(inputs)} answers to {len(job.inputs)} inputs", model=self.config.name)
+        return TokenVectorsResult(vectors=inputs, prompt_tokens=tokens)
 
     def _transcript(self, responses: Sequence[InferResponse]) -> Transcript:
         for response in responses:
@@ -557,6 +587,26 @@ def _raw(response: InferResponse, text: str) -> bytes:
     if not raw or len(raw) % _FLOAT:
         raise response.invalid("its vector ends within a number")
     return raw
+
+
+def _rows(response: InferResponse, vector: _Vector) -> Sequence[bytes]:
+    """Return the vectors of an input's tokens. Raises :class:`InvalidAnswer`."""
+    raw = _raw(response, vector.vector)
+    if len(vector.shape) != 2 or min(vector.shape) < 1 or math.prod(vector.shape) * _FLOAT != len(raw):
+        raise response.invalid("its vectors have another shape than it says")
+    width = vector.shape[1] * _FLOAT
+    return [raw[start : start + width] for start in range(0, len(raw), width)]
+
+
+def _check_tokens(job: TokenEmbeddingJob) -> None:
+    """Raise :class:`InvalidRequest` for inputs whose vectors would be too many for one answer."""
+    tokens = sum(map(len, job.inputs))
+    if tokens > _MAX_VECTORS:
+        raise InvalidRequest(
+            f"The inputs have {tokens} tokens together, and a request gets vectors for at most {_MAX_VECTORS}: send "
+            "several requests.",
+            param="input",
+        )
 
 
 def _entry(scored: Scored, count: int) -> TokenLogprob:

@@ -9,7 +9,8 @@ images and audio. It needs the standard library, NumPy and vLLM, and nothing of 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
 
-    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "transcribe" | "info", ...}
+    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "token_embed" |
+              "token_classify" | "transcribe" | "info", ...}
     carrier  [name, stream, number of the last response that the client has read]
     response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...],
               "q": [requests that wait in the engine, requests that it runs at most]}
@@ -71,6 +72,8 @@ RETURNS = {"logprobs", "prompt_logprobs"}
 # Those of a transcription: with ids for a Whisper, with the others for a model that writes its prompts itself.
 TRANSCRIPTION = {"v", "kind", "ids", "sampling", "media", "task", "language", "to_language", "prompt"}
 TASKS = ("transcribe", "translate")
+# Kinds of requests for vectors, which vLLM's tasks are called too: of a whole input, and of each of its tokens.
+POOLING_KINDS = ("embed", "classify", "token_embed", "token_classify")
 BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
@@ -373,7 +376,7 @@ class TritonPythonModel:
         kind = message.get("kind")
         if self.engine is None:
             raise died()
-        if kind in ("embed", "classify", "transcribe", "info"):
+        if kind in (*POOLING_KINDS, "transcribe", "info"):
             asyncio.run_coroutine_threadsafe(self._answer(sender, message, media, request_id), self.loop)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
@@ -1057,7 +1060,7 @@ class Engine:
         return {"ids": spoken, "logprob": finite(total), "prompt": len(ids)}
 
     async def pool(self, message, request_id):
-        """Return the vector of one input: an embedding, or the scores of its classes."""
+        """Return the vector of one input, or of each of its tokens: an embedding, or the scores of classes."""
         values = dict(message.get("pooling", {}))
         params = self._library.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
@@ -1072,8 +1075,14 @@ class Engine:
             self._pooling -= 1
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
-        vector = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4").reshape(-1)
-        return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
+        vectors = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4")
+        body = {
+            "vector": base64.b64encode(vectors.tobytes()).decode(),
+            "prompt": len(result.prompt_token_ids),
+        }
+        if message["kind"].startswith("token_"):
+            body["shape"] = list(vectors.shape)
+        return body
 
 
 class Speech:

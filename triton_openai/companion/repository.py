@@ -40,6 +40,8 @@ class SpeechModel(msgspec.Struct, frozen=True):
     runner: str
 
 
+# What vLLM's pooler gives for each token.
+_TOKEN_TASKS = ("token_embed", "token_classify")
 _WHISPER = "transcribe"
 _SPEECH = "transcribe_text"
 _CHATS_TOO = f"generate, {_SPEECH}"
@@ -99,6 +101,9 @@ def runner_of(arguments: Mapping[str, Any]) -> str:
 
     *arguments* are vLLM's, in which older releases have a ``task``.
     """
+    pooler = arguments.get("pooler_config")
+    if isinstance(pooler, Mapping) and pooler.get("task") in _TOKEN_TASKS:
+        return str(pooler["task"])
     task = arguments.get("task")
     if "classify" in (task, arguments.get("convert")):
         return "classify"
