@@ -62,6 +62,9 @@ from triton_openai.jobs import (
     JobType,
     ScoreJob,
     ScoreResult,
+    TokenClassificationJob,
+    TokenEmbeddingJob,
+    TokenVectorsResult,
     Transcript,
     TranscriptionJob,
     TranslationJob,
@@ -74,7 +77,9 @@ _log = structlog.get_logger(__name__)
 #: The parameter of the model's configuration that names the contract, and the versions that are known.
 CONTRACT = "triton_openai_contract"
 VERSIONS = ("1",)
-#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify`` or ``transcribe``.
+#: The parameter that says what the engine is loaded for: ``generate``, ``embed``, ``classify``, ``token_embed``,
+#: ``token_classify``, ``transcribe`` (a Whisper, by token ids) or ``transcribe_text`` (any other model that writes down
+#: speech); several with commas.
 RUNNER = "triton_openai_runner"
 #: The levels of priority. An engine whose ``scheduling_policy`` is another one takes them, and does as without.
 LEVELS = 10
@@ -102,6 +107,9 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 # The bytes of a number in a vector.
 _FLOAT = 4
+# The most tokens of a request that gets a vector for each: 64 MiB of vectors with 1,024 numbers, several times that as
+# JSON.
+_MAX_VECTORS = 16_384
 _FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -117,14 +125,18 @@ class _Vector(msgspec.Struct):
     """The answer to a job."""
 
     vector: str = ""
+    #: Of a vector for each token: how many there are, and of how many numbers each.
+    shape: list[int] = []
     prompt: int | None = None
     error: Any = msgspec.field(name="e", default=None)
 
 
 class _Spoken(msgspec.Struct):
-    """The answer to a transcription."""
+    """The answer to a transcription: token ids, or a text."""
 
     ids: list[int] = []
+    text: str = ""
+    complete: bool = True
     logprob: float = 0.0
     prompt: int | None = None
     error: Any = msgspec.field(name="e", default=None)
@@ -134,12 +146,32 @@ class _Spoken(msgspec.Struct):
 _JOBS: Mapping[str, Sequence[JobType]] = {
     "embed": (EmbeddingJob,),
     "classify": (ClassificationJob, ScoreJob),
+    "token_embed": (TokenEmbeddingJob,),
+    "token_classify": (TokenClassificationJob,),
     "transcribe": (TranscriptionJob, TranslationJob),
+    "transcribe_text": (TranscriptionJob, TranslationJob),
 }
 #: How Whisper takes speech: 30 seconds at once. It has room for 448 tokens, the prompt and its text before included.
 _START = "<|startoftranscript|>"
 _WHISPER = Recognition(
-    max_seconds=30.0, languages=tuple(LANGUAGES), prompt=True, temperature=True, segments=True, invents=True
+    max_seconds=30.0,
+    languages=tuple(LANGUAGES),
+    prompt=True,
+    temperature=True,
+    segments=True,
+    invents=True,
+    token_ids=True,
+)
+# The most tokens for 30 seconds of speech. A model that repeats itself would go on to the end of its context.
+_MAX_SPOKEN = 1024
+#: How other models take speech. The model refuses a language that it does not take.
+_HEARING = Recognition(
+    max_seconds=30.0,
+    languages=tuple(LANGUAGES),
+    prompt=True,
+    temperature=True,
+    invents=True,
+    max_tokens=_MAX_SPOKEN,
 )
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(_Vector)
@@ -156,9 +188,19 @@ class Companion(Adapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self.jobs = _JOBS.get(config.parameter(RUNNER) or "", (Generation,))
-        if TranscriptionJob in self.jobs:
+        runners = [runner.strip() for runner in (config.parameter(RUNNER) or "").split(",")]
+        jobs: list[JobType] = []
+        for runner in runners:
+            jobs += _JOBS.get(runner, (Generation,))
+        self.jobs = jobs
+        recognition = None
+        if "transcribe" in runners:
             self.capabilities = Capabilities(tokens=True, tokenizer_has=(_START,), recognition=_WHISPER)
+            return
+        if "transcribe_text" in runners:
+            recognition = _HEARING
+        if runners == ["transcribe_text"]:
+            self.capabilities = Capabilities(recognition=recognition)
             return
         self.capabilities = Capabilities(
             streaming=True,
@@ -177,6 +219,7 @@ class Companion(Adapter):
             lora="name",
             images=math.inf if _MEDIA in config.inputs else 0,
             audio=_MEDIA in config.inputs,
+            recognition=recognition,
             activation=True,
         )
 
@@ -210,7 +253,9 @@ class Companion(Adapter):
         )
 
     def encode(
-        self, job: Generation | EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob, /
+        self,
+        job: Generation | EmbeddingJob | TokenEmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
+        /,
     ) -> Sequence[InferRequest]:
         """Return the request of a generation or a transcription, or one for each input of another job."""
         if isinstance(job, Generation):
@@ -221,7 +266,10 @@ class Companion(Adapter):
             return [self._pair(job, number) for number in range(len(job.encoded))]
         kind = "embed"
         pooling = _activation(job.activate)
-        if isinstance(job, ClassificationJob):
+        if isinstance(job, TokenEmbeddingJob):
+            kind = job.tasks[0]
+            _check_tokens(job)
+        elif isinstance(job, ClassificationJob):
             kind = "classify"
         elif job.dimensions is not None:
             check_range("dimensions", job.dimensions, "INT32")
@@ -254,16 +302,20 @@ class Companion(Adapter):
 
         file = wav_file(np.frombuffer(job.samples, "<f4"), _WHISPER.sample_rate)
         sampling: dict[str, Any] = {"temperature": job.temperature or 0.0}
-        if len(job.prompt_ids) == 1:
-            # The answer begins with the language, and nothing else of it is used.
-            sampling["max_tokens"] = 1
-        body = {
+        body: dict[str, Any] = {
             "v": 1,
             "kind": "transcribe",
-            "ids": list(job.prompt_ids),
             "sampling": sampling,
             "media": [{"type": "audio", "at": 0, "encoding": "base64"}],
         }
+        if self.capabilities.recognition is _WHISPER:
+            body["ids"] = list(job.prompt_ids)
+            if len(job.prompt_ids) == 1:
+                # The answer begins with the language, and nothing else of it is used.
+                sampling["max_tokens"] = 1
+        else:
+            sampling["max_tokens"] = _MAX_SPOKEN
+            body.update(_spoken_prompt(job))
         media = self.tensor(_MEDIA, base64.b64encode(file).decode())
         return self.request(job.id, [self._body(body), media], (_RESPONSE,))
 
@@ -297,13 +349,15 @@ class Companion(Adapter):
 
     def decode(
         self,
-        job: EmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
+        job: EmbeddingJob | TokenEmbeddingJob | ClassificationJob | ScoreJob | TranscriptionJob,
         responses: Sequence[InferResponse],
         /,
-    ) -> EmbeddingResult | ClassificationResult | ScoreResult | Transcript:
+    ) -> EmbeddingResult | TokenVectorsResult | ClassificationResult | ScoreResult | Transcript:
         """Return vectors, the values of classes, scores, or what is spoken."""
         if isinstance(job, TranscriptionJob):
             return self._transcript(responses)
+        if isinstance(job, TokenEmbeddingJob):
+            return self._token_vectors(job, responses)
         vectors: list[bytes] = []
         tokens = 0
         for response in responses:
@@ -321,6 +375,18 @@ class Companion(Adapter):
             values=[memoryview(one).cast("f").tolist() for one in vectors], prompt_tokens=tokens
         )
 
+    def _token_vectors(self, job: TokenEmbeddingJob, responses: Sequence[InferResponse]) -> TokenVectorsResult:
+        inputs: list[Sequence[bytes]] = []
+        tokens = 0
+        for response in responses:
+            for text in response.texts(_RESPONSE):
+                vector = self._vector(response, text)
+                inputs.append(_rows(response, vector))
+                tokens += vector.prompt or 0
+        if len(inputs) != len(job.inputs):
+            raise InvalidAnswer(f"it has {len(inputs)} answers to {len(job.inputs)} inputs", model=self.config.name)
+        return TokenVectorsResult(vectors=inputs, prompt_tokens=tokens)
+
     def _transcript(self, responses: Sequence[InferResponse]) -> Transcript:
         for response in responses:
             for text in response.texts(_RESPONSE):
@@ -333,7 +399,13 @@ class Companion(Adapter):
                 likely = None
                 if spoken.ids:
                     likely = spoken.logprob / len(spoken.ids)
-                return Transcript(text="", token_ids=spoken.ids, avg_logprob=likely, prompt_tokens=spoken.prompt)
+                return Transcript(
+                    text=spoken.text.strip(),
+                    token_ids=spoken.ids,
+                    avg_logprob=likely,
+                    prompt_tokens=spoken.prompt,
+                    complete=spoken.complete,
+                )
         raise InvalidAnswer("it has no transcript", model=self.config.name)
 
     def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
@@ -449,6 +521,18 @@ def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
     return {**msgspec.structs.asdict(beams), "ends": sorted(ends)}
 
 
+def _spoken_prompt(job: TranscriptionJob) -> dict[str, str]:
+    """Return what the model makes its prompt for *job* of."""
+    values = {"task": "transcribe"}
+    if isinstance(job, TranslationJob):
+        values = {"task": "translate", "to_language": "en"}
+    if job.language is not None:
+        values["language"] = job.language
+    if job.prompt is not None:
+        values["prompt"] = job.prompt
+    return values
+
+
 def _activation(activate: bool) -> dict[str, Any]:
     """Return the pooling parameters for whether the model's activation is applied."""
     if activate:
@@ -503,6 +587,26 @@ def _raw(response: InferResponse, text: str) -> bytes:
     if not raw or len(raw) % _FLOAT:
         raise response.invalid("its vector ends within a number")
     return raw
+
+
+def _rows(response: InferResponse, vector: _Vector) -> Sequence[bytes]:
+    """Return the vectors of an input's tokens. Raises :class:`InvalidAnswer`."""
+    raw = _raw(response, vector.vector)
+    if len(vector.shape) != 2 or min(vector.shape) < 1 or math.prod(vector.shape) * _FLOAT != len(raw):
+        raise response.invalid("its vectors have another shape than it says")
+    width = vector.shape[1] * _FLOAT
+    return [raw[start : start + width] for start in range(0, len(raw), width)]
+
+
+def _check_tokens(job: TokenEmbeddingJob) -> None:
+    """Raise :class:`InvalidRequest` for inputs whose vectors would be too many for one answer."""
+    tokens = sum(map(len, job.inputs))
+    if tokens > _MAX_VECTORS:
+        raise InvalidRequest(
+            f"The inputs have {tokens} tokens together, and a request gets vectors for at most {_MAX_VECTORS}: send "
+            "several requests.",
+            param="input",
+        )
 
 
 def _entry(scored: Scored, count: int) -> TokenLogprob:

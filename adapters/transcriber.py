@@ -129,6 +129,7 @@ class Transcriber(tensors.DescribedAdapter):
                 temperature=TEMPERATURE in inputs,
                 max_tokens=max_tokens,
                 invents=self._whisper,
+                token_ids=self._ids,
             ),
         )
 

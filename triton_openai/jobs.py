@@ -94,6 +94,30 @@ class EmbeddingJob(TextJob[EmbeddingResult], frozen=True, kw_only=True):
     activate: bool = True
 
 
+class TokenVectorsResult(Result, frozen=True, kw_only=True):
+    """A vector for each token."""
+
+    #: For each input, those of its tokens in their order: little-endian float32.
+    vectors: Sequence[Sequence[bytes]]
+
+
+class TokenEmbeddingJob(TextJob[TokenVectorsResult], frozen=True, kw_only=True):
+    """Texts of which each token gets an embedding, as for late interaction (ColBERT)."""
+
+    tasks = ("token_embed",)
+    does = ("makes embeddings of tokens", "make embeddings of tokens")
+
+    #: Whether the engine applies the model's activation: usually the vectors' normalization.
+    activate: bool = True
+
+
+class TokenClassificationJob(TokenEmbeddingJob, frozen=True, kw_only=True):
+    """Texts of which each token is classified, as for names of persons and places."""
+
+    tasks = ("token_classify",)
+    does = ("classifies tokens", "classify tokens")
+
+
 class ClassificationResult(Result, frozen=True, kw_only=True):
     """Classes."""
 

@@ -193,6 +193,8 @@ class Recognition(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     #: Whether the model invents text, as Whisper does: for audio without speech, and in loops.
     invents: bool = False
+    #: Whether answers are Whisper's token ids, which are read with the model's tokenizer.
+    token_ids: bool = False
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,9 @@ status and every field of the answers, streams included. Ids, times and the mess
 counts as a missing field. Of these requests, {equal} have equal answers, and {unknown} differ in something that has no
 known reason. The others differ only in what follows.
 
-Not compared, because the service does not do it: transcription models of vLLM (Whisper, Voxtral, Qwen3-ASR), for which
-it would have to write the prompts and cut long recordings; video, which it does not read; and vectors of each token.
+Not part of this comparison, which has models of texts alone: transcriptions (Whisper, Voxtral, Qwen3-ASR and others)
+and vectors of each token (`/pooling`), which the companion model has; and video, which the service does not read:
+`video_url` is a 400.
 """
 
 

@@ -116,9 +116,11 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`best_of`, `guided_json`", "Honoured. vLLM's server has removed them, and ignores them.",
          "best of several|older name", "status|choices.*|usage.*"),
         ("numbers as text, such as `\"0\"`", "Refused. vLLM reads them as numbers.", "a number as text"),
-        ("`structured_outputs: {}`, `tools: []`, greater `max_tokens` of `/v1/messages` than the context",
-         "They ask for nothing, or for what there is room for, and are taken. vLLM refuses them.",
-         "an empty guide|: no tools|more than there is room for"),
+        ("`structured_outputs: {}`, `tools: []`",
+         "They ask for nothing, and are taken. vLLM refuses them.", "an empty guide|: no tools"),
+        ("greater `max_tokens` than the context",
+         "The answer gets what there is room for, and the header `x-max-tokens` names it; `api.strict_parameters`"
+         " refuses the request, as vLLM does.", "more than there is room for|bad: too many tokens"),
         ("a user's message without `content`, a tokenizer's request with both a prompt and messages, unknown token"
          " ids", "Refused. vLLM takes them.", "bad: (content missing|both|an id$)"),
         ("a request without `model`", "Refused where Triton has several models.", "^no model"),

@@ -93,9 +93,9 @@ def _classifier(site: Site, name: str, contract: Contract, batch: int = 0) -> No
     (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
 
 
-def companion(site: Site, name: str) -> None:
-    """Build the companion model over the stand-in for vLLM."""
-    engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "enable_lora": True}
+def companion(site: Site, name: str, **more: Any) -> None:
+    """Build the companion model over the stand-in for vLLM, with *more* arguments of its engine."""
+    engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "enable_lora": True, **more}
     folder = site.write(name, config_text(engine).replace("KIND_MODEL", "KIND_CPU"), "companion")
     (folder / "engine.json").write_text(json.dumps(engine))
     (folder / "multi_lora.json").write_text(json.dumps({lora: f"/loras/{lora}" for lora in ("gamma", "delta")}))
@@ -268,11 +268,14 @@ FURTHER: Mapping[str, Builder] = {
     "text_encoder": (_encoder, ()),
     "text_model": (_text_model, ()),
     "companion": (companion, ()),
+    "companion_tokens": (partial(companion, pooler_config={"task": "token_embed"}), ()),
+    "companion_speech": (partial(companion, task="transcription"), ()),
     **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),
 }
 #: Other releases of what the fixture `triton` serves: tests serve them where they need them.
 #: Most synthesizers need settings.
 BY_THEMSELVES = {
+    *("companion_tokens", "companion_speech"),
     *("tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"),
     *(SYNTHESIZERS.keys() - {"file_tts"}),
 }

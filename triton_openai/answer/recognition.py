@@ -116,7 +116,7 @@ class Recognizer:
 
     async def prepare(self) -> None:
         """Find the tokens, where the model answers in those. Raises :class:`ConfigurationError`."""
-        if self._model.adapter.capabilities.tokens:
+        if self.recognition.token_ids:
             self._whisper = WhisperTokens(await tokenizer_of(self._model))
 
     async def is_silent(self, chunk: Chunk) -> bool:

@@ -25,6 +25,7 @@ from triton_openai.api import (
     embeddings,
     info,
     moderations,
+    pooling,
     speech,
     stored_chats,
     tokenize,
@@ -44,7 +45,16 @@ from triton_openai.api.responses.session import ResponsesSession
 from triton_openai.api.service import Service
 from triton_openai.config.tree import ApiGroup, Settings
 from triton_openai.generation import Generation
-from triton_openai.jobs import ClassificationJob, EmbeddingJob, ScoreJob, SynthesisJob, TranscriptionJob, TranslationJob
+from triton_openai.jobs import (
+    ClassificationJob,
+    EmbeddingJob,
+    ScoreJob,
+    SynthesisJob,
+    TokenClassificationJob,
+    TokenEmbeddingJob,
+    TranscriptionJob,
+    TranslationJob,
+)
 from triton_openai.media.speech_formats import MEDIA_TYPES
 from triton_openai.operations import BodyKind, Call, Operation, OperationFunction, Query, Reply, Whole
 
@@ -498,6 +508,8 @@ OPERATIONS = (
               embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
     Operation(classify.create, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
               classify.ClassificationList, jobs=(ClassificationJob,)),
+    Operation(pooling.create, _openai("POST /pooling"), "pooling", "embedding", pooling.PoolingRequest,
+              pooling.PooledList, jobs=(TokenEmbeddingJob, TokenClassificationJob)),
     Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
               moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
     Operation(speech.create, _deployed("POST /audio/speech"), "create_speech", "inference", speech.SpeechRequest,

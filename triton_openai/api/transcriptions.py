@@ -250,7 +250,8 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
             hint = f"{hint} {keywords}"
         else:
             hint = keywords
-    supported = _recognition(context).languages
+    recognition = _recognition(context)
+    supported = recognition.languages
     candidates = [code for code in map(code_of, body.languages) if code in supported]
     language = None
     if not supported:
@@ -258,7 +259,7 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
         report_ignored(context.record, [name for name in ("language", "languages") if getattr(body, name)])
     elif body.language:
         language = _language(context, body.language, "language")
-    elif candidates and not context.model.adapter.capabilities.tokens:
+    elif candidates and not recognition.token_ids:
         # The model cannot choose among them.
         language = candidates[0]
     elif body.languages and not candidates:

@@ -307,7 +307,7 @@ def audio_report(capabilities: Capabilities) -> str | None:
     text = f"{recognition.max_seconds:g} s at once"
     if recognition.max_tokens is not None:
         text += f", answers of up to {recognition.max_tokens} tokens"
-    if capabilities.tokens:
+    if recognition.token_ids:
         text += "; the next window begins where an answer ends"
     if recognition.invents and voice_activity.silero_available():
         text += "; audio without speech is left out (Silero)"

@@ -9,7 +9,8 @@ images and audio. It needs the standard library, NumPy and vLLM, and nothing of 
 Contract 1. A client opens a *carrier*, a request that stays open. Its generations are small requests that end at once;
 their tokens come over the carrier, those of all its streams in one response per turn of the engine::
 
-    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "transcribe" | "info", ...}
+    request  {"kind": "carrier" | "generate" | "cancel" | "credit" | "embed" | "classify" | "token_embed" |
+              "token_classify" | "transcribe" | "info", ...}
     carrier  [name, stream, number of the last response that the client has read]
     response {"n": number, "d": [[stream, ids, finish, stop, usage, logprobs, error, prompt_logprobs], ...],
               "q": [requests that wait in the engine, requests that it runs at most]}
@@ -68,6 +69,11 @@ KEYS = {
     "beams",
 }
 RETURNS = {"logprobs", "prompt_logprobs"}
+# Those of a transcription: with ids for a Whisper, with the others for a model that writes its prompts itself.
+TRANSCRIPTION = {"v", "kind", "ids", "sampling", "media", "task", "language", "to_language", "prompt"}
+TASKS = ("transcribe", "translate")
+# Kinds of requests for vectors, which vLLM's tasks are called too: of a whole input, and of each of its tokens.
+POOLING_KINDS = ("embed", "classify", "token_embed", "token_classify")
 BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
@@ -370,7 +376,7 @@ class TritonPythonModel:
         kind = message.get("kind")
         if self.engine is None:
             raise died()
-        if kind in ("embed", "classify", "transcribe", "info"):
+        if kind in (*POOLING_KINDS, "transcribe", "info"):
             asyncio.run_coroutine_threadsafe(self._answer(sender, message, media, request_id), self.loop)
             return False
         if kind not in ("carrier", "generate", "cancel", "credit"):
@@ -515,12 +521,12 @@ class TritonPythonModel:
         try:
             if message["kind"] == "info":
                 body = self.engine.info(self._streams())
+            elif message["kind"] == "transcribe":
+                check_keys(message, TRANSCRIPTION, "request")
+                body = await self.engine.transcribe(message, media, request_id)
             else:
                 check_keys(message, KEYS, "request")
-                if message["kind"] == "transcribe":
-                    body = await self.engine.transcribe(message, media, request_id)
-                else:
-                    body = await self.engine.pool(message, request_id)
+                body = await self.engine.pool(message, request_id)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             body = {"e": error_fields(self._explained(error))}
         answer(sender, body)
@@ -634,6 +640,17 @@ SAVING = {
     "vllm.v1.engine.output_processor": ("RequestOutputCollector",),
     "vllm.v1.metrics.loggers": ("PrometheusStatLogger",),
 }
+#: What transcriptions by models that write their prompts themselves use, by module.
+SPEECH = {"vllm.model_executor.model_loader": ("get_model_cls",)}
+#: The methods of vLLM's ``SupportsTranscription`` that are called, with the arguments that they are called with.
+SPEECH_METHODS = {
+    "get_speech_to_text_config": ("model_config", "task_type"),
+    "validate_language": ("language",),
+}
+#: What ``get_generation_prompt`` of it takes: these arguments in release 0.17, and in 0.24 one object that has them.
+PROMPT_ARGUMENTS = ("audio", "stt_config", "model_config", "language", "task_type", "request_prompt", "to_language")
+PROMPT_CLASS = {"vllm.config.speech_to_text": ("SpeechToTextParams",)}
+PROMPT_CLASS_ARGUMENT = "stt_params"
 
 
 class Library:
@@ -662,22 +679,32 @@ class Library:
                 f"vLLM {self.version} has another interface than the companion model uses: {error}."
                 " A newer triton-openai may write a model that fits."
             ) from None
-        for module, names in SAVING.items():
-            for name in names:
-                setattr(self, name, self._optional(module, name))
-
-    def _optional(self, module, name):
-        """Return *name* of *module*, None in a release that does not have it."""
-        try:
-            return getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            return None
+        for name, value in names_of(SAVING).items():
+            setattr(self, name, value)
 
     @property
     def has_collectors(self):
         """Whether outputs can be taken where the engine collects them."""
         kind = self.RequestOutputCollector
         return callable(getattr(kind, "put", None)) and callable(getattr(kind, "get_nowait", None))
+
+
+def names_of(table, purpose=None):
+    """
+    Return what *table* names, by name: None for what this release does not have.
+
+    Raises Refused for it if it is needed for a *purpose*.
+    """
+    values = {}
+    for module, names in table.items():
+        for name in names:
+            try:
+                values[name] = getattr(importlib.import_module(module), name, None)
+            except ImportError:
+                values[name] = None
+            if values[name] is None and purpose is not None:
+                raise Refused(f"This release of vLLM has no {module}.{name}: no {purpose}.", None, "unsupported")
+    return values
 
 
 def written(numbers):
@@ -725,8 +752,10 @@ class Engine:
             options["stat_loggers"] = [scheduler_logger(library.PrometheusStatLogger, self._scheduled)]
         self._engine = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**arguments), **options)
         self._short_way = ShortWay.into(self._engine, library.EngineCoreOutput)
-        # The requests for vectors that run.
+        # The requests for vectors and transcriptions that run.
         self._pooling = 0
+        # What the model's class says of transcriptions, once it is asked for one.
+        self._speech = None
         config = self._engine.vllm_config
         self._model_config = config.model_config
         self._config = config
@@ -915,8 +944,12 @@ class Engine:
             if type(number) is not int or not 0 <= number < self._vocabulary:
                 raise Refused(f"'{param}' holds {number}, which is not a token of this model.", param)
 
-    def _sampling(self, message):
-        """Return the sampling parameters. Raises Refused for an unknown key, and for ids outside of the vocabulary."""
+    def _sampling(self, message, **more):
+        """
+        Return the sampling parameters; *more* are some that this file sets itself.
+
+        Raises Refused for an unknown key, and for ids outside of the vocabulary.
+        """
         asked = message.get("sampling", {})
         check_keys(asked, self._known, "sampling")
         values = dict(asked)
@@ -930,14 +963,15 @@ class Engine:
         if values.get("structured_outputs"):
             values["structured_outputs"] = self._library.StructuredOutputsParams(**values["structured_outputs"])
         returns = message.get("return", {})
-        return self._library.SamplingParams(
-            **values,
+        set_here = {
+            "logprobs": returns.get("logprobs"),
+            "prompt_logprobs": returns.get("prompt_logprobs"),
+            "detokenize": False,
+            "output_kind": self._library.RequestOutputKind.DELTA,
             **self._own,
-            logprobs=returns.get("logprobs"),
-            prompt_logprobs=returns.get("prompt_logprobs"),
-            detokenize=False,
-            output_kind=self._library.RequestOutputKind.DELTA,
-        )
+            **more,
+        }
+        return self._library.SamplingParams(**values, **set_here)
 
     def _lora(self, lora):
         """Return the request for a LoRA adapter. Raises Refused for one that is not known."""
@@ -958,44 +992,75 @@ class Engine:
 
     async def transcribe(self, message, media, request_id):
         """
-        Return the token ids of what is spoken in an audio file, for a model that hears with an encoder, as Whisper.
+        Return what is spoken in an audio file.
 
-        The ids of the request are the beginning of the decoder's answer.
+        With ids, which begin the answer of a Whisper's decoder, these are token ids; without them it is the text of a
+        model that writes the prompt itself.
         """
-        if not self._encodes:
-            raise Refused("The model does not write down speech by itself: send the audio in a chat.", "model")
-        ids = message.get("ids")
-        if not isinstance(ids, list) or not ids:
-            raise Refused("The beginning of the decoder's answer is missing.", "ids")
-        self._check_ids(ids, "ids")
         data = multi_modal_data(message.get("media", []), media)
         if len(data.get("audio", [])) != 1:
             raise Refused("A transcription needs one audio file.", "media")
+        (audio,) = data["audio"]
+        self._pooling += 1
+        try:
+            if "ids" in message:
+                return await self._transcribed_ids(message, audio, request_id)
+            return await self._transcribed_text(message, audio, request_id)
+        finally:
+            self._pooling -= 1
+
+    async def _transcribed_text(self, message, audio, request_id):
+        """Return the text that the model hears in *audio*, by the prompt that its class in vLLM makes."""
+        if self._speech is None:
+            # It reads files, as vLLM's server does when it starts.
+            self._speech = await asyncio.to_thread(Speech, self._model_config)
+        prompt = self._speech.prompt(message, *audio)
+        sampling = {"temperature": 0.0, "max_tokens": None, **message.get("sampling", {})}
+        params = self._sampling(
+            {"sampling": sampling}, detokenize=True, output_kind=self._library.RequestOutputKind.FINAL_ONLY
+        )
+        last = None
+        async for output in self._engine.generate(prompt, params, request_id):
+            last = output
+        if last is None:
+            raise Refused("The engine gave no answer.", kind="engine")
+        choice = last.outputs[0]
+        return {
+            "text": self._speech.text_of(choice.text),
+            "complete": choice.finish_reason != "length",
+            "prompt": len(last.prompt_token_ids or ()),
+            "completion": len(choice.token_ids),
+        }
+
+    async def _transcribed_ids(self, message, audio, request_id):
+        """Return the token ids of what a Whisper hears in *audio*: those that follow the ids of *message*."""
+        if not self._encodes:
+            raise Refused("The model does not take the beginning of its answer: leave 'ids' out.", "ids")
+        ids = message["ids"]
+        if not isinstance(ids, list) or not ids:
+            raise Refused("The beginning of the decoder's answer is missing.", "ids")
+        self._check_ids(ids, "ids")
         room = self._model_config.max_model_len - len(ids)
         if room < 1:
             raise Refused("The prompt leaves no room for an answer.", "prompt")
         sampling = {"max_tokens": room, **message.get("sampling", {})}
         params = self._sampling({"sampling": sampling, "return": {"logprobs": 0}})
         prompt = {
-            "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": data["audio"][0]}},
+            "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": audio}},
             "decoder_prompt": {"prompt_token_ids": ids},
         }
         spoken = []
         total = 0.0
-        self._pooling += 1
-        try:
-            async for output in self._engine.generate(prompt, params, request_id):
-                choice = output.outputs[0]
-                new = list(choice.token_ids)
-                spoken += new
-                if choice.logprobs:
-                    total += sum([entry[token].logprob for entry, token in zip(choice.logprobs, new, strict=False)])
-        finally:
-            self._pooling -= 1
+        async for output in self._engine.generate(prompt, params, request_id):
+            choice = output.outputs[0]
+            new = list(choice.token_ids)
+            spoken += new
+            if choice.logprobs:
+                total += sum([entry[token].logprob for entry, token in zip(choice.logprobs, new, strict=False)])
         return {"ids": spoken, "logprob": finite(total), "prompt": len(ids)}
 
     async def pool(self, message, request_id):
-        """Return the vector of one input: an embedding, or the scores of its classes."""
+        """Return the vector of one input, or of each of its tokens: an embedding, or the scores of classes."""
         values = dict(message.get("pooling", {}))
         params = self._library.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
@@ -1010,8 +1075,89 @@ class Engine:
             self._pooling -= 1
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
-        vector = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4").reshape(-1)
-        return {"vector": base64.b64encode(vector.tobytes()).decode(), "prompt": len(result.prompt_token_ids)}
+        vectors = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4")
+        body = {
+            "vector": base64.b64encode(vectors.tobytes()).decode(),
+            "prompt": len(result.prompt_token_ids),
+        }
+        if message["kind"].startswith("token_"):
+            body["shape"] = list(vectors.shape)
+        return body
+
+
+class Speech:
+    """
+    The transcriptions of a model that writes their prompts itself, by vLLM's ``SupportsTranscription``.
+
+    Such are language models that take audio (Voxtral, Qwen3-ASR), and encoders with a decoder. Raises Refused for a
+    model that has no transcriptions.
+    """
+
+    def __init__(self, model_config):
+        names = {**names_of(SPEECH, "transcriptions"), **names_of(PROMPT_CLASS)}
+        self._model_config = model_config
+        self._class = names["get_model_cls"](model_config)
+        self._params = names["SpeechToTextParams"]
+        if not getattr(self._class, "supports_transcription", False):
+            raise Refused("The model does not write down speech by itself: send the audio in a chat.", "model")
+        takes = inspect.signature(self._class.get_generation_prompt).parameters
+        self._takes_object = PROMPT_CLASS_ARGUMENT in takes and self._params is not None
+        if not self._takes_object and not set(PROMPT_ARGUMENTS) <= set(takes):
+            raise Refused("vLLM makes the prompts of transcriptions in another way here.", None, "unsupported")
+        # By task: how the model takes audio.
+        self._configs = {}
+        for task in TASKS:
+            self._configs[task] = self._class.get_speech_to_text_config(model_config, task)
+
+    def prompt(self, message, samples, rate):
+        """Return the prompt for *samples*, of which there are *rate* a second. Raises Refused."""
+        task = message.get("task", TASKS[0])
+        if task not in TASKS:
+            raise Refused(f"There is no task {task!r}.", "task")
+        context = message.get("prompt") or ""
+        if not isinstance(context, str):
+            raise Refused("'prompt' is no text.", "prompt")
+        config = self._configs[task]
+        if rate != config.sample_rate:
+            raise Refused(f"The model takes audio of {config.sample_rate:g} Hz.", "media")
+        longest = config.max_audio_clip_s
+        if longest is not None and len(samples) > longest * rate:
+            raise Refused(f"The model takes up to {longest:g} seconds of audio at once.", "media")
+        values = {
+            "audio": samples,
+            "stt_config": config,
+            "model_config": self._model_config,
+            "language": self._language(message, "language"),
+            "task_type": task,
+            "request_prompt": context,
+            "to_language": self._language(message, "to_language"),
+        }
+        try:
+            if self._takes_object:
+                return self._class.get_generation_prompt(**{PROMPT_CLASS_ARGUMENT: self._params(**values)})
+            return self._class.get_generation_prompt(**values)
+        except ValueError as error:
+            if values["language"] is None:
+                # All that is known to fail: some models do not find the language out.
+                raise Refused(str(error), "language") from None
+            raise
+
+    def _language(self, message, name):
+        """Return the code of a language in *message*, as the model takes it. Raises Refused."""
+        code = message.get(name)
+        if code is None and name != "language":
+            return None
+        try:
+            return self._class.validate_language(code)
+        except ValueError as error:
+            raise Refused(str(error), name) from None
+
+    def text_of(self, answer):
+        """Return the text of what is spoken in the model's *answer*, which may have marks around it."""
+        clean = getattr(self._class, "post_process_output", None)
+        if clean is None:
+            return answer
+        return clean(answer)
 
 
 class Beam:

@@ -25,7 +25,45 @@ KEPT_CONFIG = "config.pbtxt.vllm-backend"
 class _ModelConfig(msgspec.Struct, frozen=True):
     """What a model's ``config.json`` says of its architecture."""
 
+    architectures: list[str] = []
     model_type: str = ""
+
+
+class SpeechModel(msgspec.Struct, frozen=True):
+    """A kind of models of which vLLM's class writes down speech (``SupportsTranscription``)."""
+
+    #: The architecture in the model's ``config.json``.
+    architecture: str
+    #: What names of such models on the hub contain, in small letters.
+    name: str
+    #: What an engine with such a model is for.
+    runner: str
+
+
+# What vLLM's pooler gives for each token.
+_TOKEN_TASKS = ("token_embed", "token_classify")
+_WHISPER = "transcribe"
+_SPEECH = "transcribe_text"
+_CHATS_TOO = f"generate, {_SPEECH}"
+#: The kinds in vLLM 0.11 to 0.33. Those that vLLM serves for transcriptions alone, or whose tokenizer only vLLM reads
+#: (Voxtral, Kimi-Audio), do not chat.
+SPEECH_MODELS = (
+    SpeechModel("WhisperForConditionalGeneration", "whisper", _WHISPER),
+    SpeechModel("VoxtralForConditionalGeneration", "voxtral", _SPEECH),
+    SpeechModel("VoxtralRealtimeGeneration", "voxtral", _SPEECH),
+    SpeechModel("Qwen3ASRForConditionalGeneration", "qwen3-asr", _CHATS_TOO),
+    SpeechModel("Qwen3ASRRealtimeGeneration", "qwen3-asr", _CHATS_TOO),
+    SpeechModel("Qwen3OmniMoeForConditionalGeneration", "qwen3-omni", _CHATS_TOO),
+    SpeechModel("Gemma3nForConditionalGeneration", "gemma-3n", _CHATS_TOO),
+    SpeechModel("GraniteSpeechForConditionalGeneration", "granite-speech", _CHATS_TOO),
+    SpeechModel("GraniteSpeechPlusForConditionalGeneration", "granite-speech", _CHATS_TOO),
+    SpeechModel("GlmAsrForConditionalGeneration", "glm-asr", _CHATS_TOO),
+    SpeechModel("MoonshotKimiaForCausalLM", "kimi-audio", _SPEECH),
+    SpeechModel("CohereAsrForConditionalGeneration", "cohere-transcribe", _SPEECH),
+    SpeechModel("FireRedASR2ForConditionalGeneration", "fireredasr2", _SPEECH),
+    SpeechModel("FunASRForConditionalGeneration", "fun-asr", _SPEECH),
+    SpeechModel("MossTranscribeDiarizeForConditionalGeneration", "moss-transcribe", _SPEECH),
+)
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -58,26 +96,40 @@ def config_text(arguments: Mapping[str, Any]) -> str:
 
 
 def runner_of(arguments: Mapping[str, Any]) -> str:
-    """Return what an engine with these *arguments* is for: ``generate``, ``embed``, ``classify`` or ``transcribe``."""
+    """
+    Return what an engine with these *arguments* is for, as the adapter reads it: see ``RUNNER`` there.
+
+    *arguments* are vLLM's, in which older releases have a ``task``.
+    """
+    pooler = arguments.get("pooler_config")
+    if isinstance(pooler, Mapping) and pooler.get("task") in _TOKEN_TASKS:
+        return str(pooler["task"])
     task = arguments.get("task")
     if "classify" in (task, arguments.get("convert")):
         return "classify"
-    if arguments.get("runner") == "pooling" or task not in (None, "auto", "generate"):
+    if arguments.get("runner") == "pooling" or task not in (None, "auto", "generate", "transcription"):
         return "embed"
-    if _is_whisper(str(arguments.get("model", ""))):
-        return "transcribe"
+    speech = _speech_model(str(arguments.get("model", "")))
+    if speech is not None:
+        return speech.runner
+    if task == "transcription":
+        return _SPEECH
     return "generate"
 
 
-def _is_whisper(model: str) -> bool:
-    """Return whether *model*, a folder or a name on the hub, is a Whisper: by its configuration, else by its name."""
-    config = Path(model) / "config.json"
-    if not config.is_file():
-        return "whisper" in model.rpartition("/")[2].lower()
+def _speech_model(model: str) -> SpeechModel | None:
+    """Return what kind of speech model *model* is, a folder or a name on the hub: by its configuration or its name."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        name = model.rpartition("/")[2].lower().replace("_", "-")
+        return next((kind for kind in SPEECH_MODELS if kind.name in name), None)
     try:
-        return msgspec.json.decode(config.read_bytes(), type=_ModelConfig).model_type == "whisper"
+        config = msgspec.json.decode(path.read_bytes(), type=_ModelConfig)
     except (OSError, msgspec.MsgspecError):
-        return False
+        return None
+    if config.model_type == "whisper":
+        return SPEECH_MODELS[0]
+    return next((kind for kind in SPEECH_MODELS if kind.architecture in config.architectures), None)
 
 
 def write(to: Path, name: str, arguments: Mapping[str, Any], loras: Mapping[str, str] = _NONE) -> Path:

@@ -21,6 +21,11 @@ NO_MARKS: Marks = (None, None)
 BETWEEN_PARTS = "\n"
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _FILE_TYPES = frozenset({"file", "input_file"})
+# What to do about types of parts that vLLM's server takes, and no model gets through this service.
+_INSTEAD = {
+    "video_url": "This service reads no video. Send frames of it as images to a model that takes images.",
+    "audio_url": "Send the audio in a part of type 'input_audio' to a model that takes audio.",
+}
 
 
 def text_of(message: UserMessage, origin: MessageOrigin) -> str:
@@ -114,10 +119,10 @@ def _text(part: ContentPart | str, origin: MessageOrigin, inner: str) -> str:
     elif part.type == "refusal":
         text = part.refusal
     else:
-        raise UnsupportedParameter(
-            f"Content of type '{part.type[:100]}' is not supported by this model; only text is.",
-            param=origin.content(inner),
-        )
+        message = f"Content of type '{part.type[:100]}' is not supported by this model; only text is."
+        if part.type in _INSTEAD:
+            message = f"Content of type '{part.type}' is not supported. {_INSTEAD[part.type]}"
+        raise UnsupportedParameter(message, param=origin.content(inner))
     if text is None:
         raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=origin.content(inner))
     return text

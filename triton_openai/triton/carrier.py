@@ -189,6 +189,8 @@ class Carrier:
         self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
         opening = self._message("carrier", 0, f"carrier-{self._name}", request)
         capacity.expect(self.model, self)
+        # Whether the capacity has a limit for this engine: until a response has come without its queue.
+        self._limited = True
         self._stream = client.stream(opening, self)
 
     def _message(self, kind: str, number: int, request_id: str, like: InferRequest) -> InferRequest:
@@ -272,7 +274,8 @@ class Carrier:
         if self._open and answer.number != self._read + 1:
             raise InvalidAnswer("a response of a carrier is missing", model=self.model)
         self._read = answer.number
-        if not self.closed:
+        if not self.closed and (self._limited or answer.queue is not None):
+            self._limited = answer.queue is not None
             self._capacity.report(self.model, self, answer.queue)
         if not self._open:
             self._open = True

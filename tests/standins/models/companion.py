@@ -1,6 +1,8 @@
 """
 A stand-in for vLLM, with just the interface that the companion model uses, and the shipped model over it.
 
+Its transcriptions are of the speech of :mod:`tones`, and the vector of a token is its id and its place.
+
 It follows the orders in prompts, like the other stand-ins. The model's requests are recorded before the shipped code
 sees them, and the stand-in records how each ends.
 """
@@ -15,6 +17,7 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb
 
 from . import settings
@@ -23,6 +26,7 @@ from .generation import Generation
 from .scripted import engine_for
 from .tensors import Recorder, as_text
 from .text import Vocabulary
+from .tones import hear
 
 #: The error with which a test has the engine die.
 DEATH = "the engine dies"
@@ -47,6 +51,7 @@ class ValidationError(ValueError):
 
 class RequestOutputKind:
     DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass
@@ -121,6 +126,7 @@ class SamplingParams:
 class PoolingParams:
     task: str = "embed"
     dimensions: int | None = None
+    use_activation: bool | None = None
 
 
 @dataclass
@@ -149,6 +155,7 @@ class CompletionOutput:
     stop_reason: Any = None
     logprobs: Any = None
     index: int = 0
+    text: str = ""
 
 
 @dataclass
@@ -196,6 +203,7 @@ class AsyncLLM:
         self._vocabulary = Vocabulary(arguments["model"])
         self._engine = engine_for(_Site.settings, self._vocabulary)
         self._limit = int(arguments["max_model_len"])
+        self._pools = "pooler_config" in arguments
         self._jobs: dict[str, _Job] = {}
         self.errored = False
         model = types.SimpleNamespace(
@@ -304,7 +312,16 @@ class AsyncLLM:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any = None, priority: int = 0
     ) -> Any:
-        """Yield the outputs; the companion uses it where there is no collector."""
+        """Yield the outputs; the companion uses it for transcriptions, and where there is no collector."""
+        if "heard" in prompt:
+            text = prompt["heard"]
+            ids = self._vocabulary.encode(text, add_special_tokens=False)
+            # As if its limit had cut the answer.
+            finish = "stop"
+            if len(ids) > sampling_params.max_tokens:
+                finish = "length"
+            yield RequestOutput([CompletionOutput(ids, finish, text=text)], [1, 2, 3])
+            return
         collector = await self.add_request(request_id, prompt, sampling_params, lora_request, priority)
         for _ in itertools.count():
             output = collector.get_nowait()
@@ -318,8 +335,13 @@ class AsyncLLM:
                 return
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str, lora_request: Any = None) -> Any:
-        raise ValidationError("This model does not support pooling.")
-        yield
+        if not self._pools:
+            raise ValidationError("This model does not support pooling.")
+        ids = prompt["prompt_token_ids"]
+        vectors = np.array([[token, place] for place, token in enumerate(ids)], dtype="<f4")
+        if pooling_params.use_activation is False:
+            vectors = -vectors
+        yield types.SimpleNamespace(outputs=types.SimpleNamespace(data=_Vectors(vectors)), prompt_token_ids=ids)
 
     async def abort(self, request_id: Any) -> None:
         for name in request_id:
@@ -331,12 +353,72 @@ class AsyncLLM:
         """End what runs."""
 
 
+class _Vectors:
+    """Numbers, as a tensor of PyTorch on a GPU has them."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def float(self) -> _Vectors:
+        return self
+
+    def cpu(self) -> _Vectors:
+        return self
+
+    def numpy(self) -> Any:
+        return self._values
+
+
+class Hearing:
+    """A model's class with vLLM's ``SupportsTranscription``: it hears tones, and shows what it was asked for."""
+
+    supports_transcription = True
+
+    @classmethod
+    def get_speech_to_text_config(cls, model_config: Any, task_type: str) -> Any:
+        return types.SimpleNamespace(sample_rate=16_000, max_audio_clip_s=30)
+
+    @classmethod
+    def validate_language(cls, language: str | None) -> str | None:
+        if language == "la":
+            raise ValueError("Unsupported language: 'la'.  Must be one of ['en', 'de'].")
+        return language
+
+    @classmethod
+    def get_generation_prompt(cls, stt_params: Any) -> dict[str, Any]:
+        words = " ".join(word for _, _, word in hear(stt_params.audio))
+        asked = (stt_params.task_type, stt_params.language, stt_params.to_language, stt_params.request_prompt)
+        return {"heard": f"language {asked}<text>{words}"}
+
+    @classmethod
+    def post_process_output(cls, text: str) -> str:
+        asked, _, words = text.partition("<text>")
+        if "ask" in asked:
+            return asked
+        return words
+
+
+@dataclass
+class SpeechToTextParams:
+    audio: Any
+    stt_config: Any
+    model_config: Any
+    language: str | None = None
+    task_type: str = "transcribe"
+    request_prompt: str = ""
+    to_language: str | None = None
+
+
 def _install() -> None:
     """Put the stand-in in vLLM's place."""
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.32.0", "SamplingParams": SamplingParams, "PoolingParams": PoolingParams},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
+        "vllm.config": {},
+        "vllm.config.speech_to_text": {"SpeechToTextParams": SpeechToTextParams},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {"get_model_cls": lambda config: Hearing},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.sampling_params": {
@@ -385,6 +467,8 @@ class TritonPythonModel(shipped.TritonPythonModel):
 
     def initialize(self, args: dict[str, Any]) -> None:
         _Site.settings = settings.load(args)
+        if "transcribe_text" in _Site.settings.parameter("triton_openai_runner", ""):
+            shipped.READERS = {"audio": shipped.read_audio}
         _Site.recorder = Recorder(_Site.settings.record, _Site.settings.name)
         super().initialize(args)
 

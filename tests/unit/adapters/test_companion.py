@@ -245,6 +245,14 @@ _RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
     "a name on the hub": ({"model": "openai/whisper-large-v3-turbo"}, "transcribe"),
     "a folder": ({"model": "{folder}/whisper"}, "transcribe"),
     "a folder of another model": ({"model": "{folder}/whisper-like"}, "generate"),
+    "a folder of a language model that hears": ({"model": "{folder}/hears"}, "generate, transcribe_text"),
+    "a folder whose name is of another model": ({"model": "{folder}/voxtral-like"}, "generate"),
+    "another one on the hub": ({"model": "Qwen/Qwen3-ASR-1.7B"}, "generate, transcribe_text"),
+    "one that does nothing else": ({"model": "FunAudioLLM/Fun_ASR-Nano"}, "transcribe_text"),
+    "one whose tokenizer only vLLM reads": ({"model": "mistralai/Voxtral-Mini-3B-2507"}, "transcribe_text"),
+    "the task of older releases": ({"model": "own/model", "task": "transcription"}, "transcribe_text"),
+    "that task of a Whisper": ({"model": "openai/whisper-tiny", "task": "transcription"}, "transcribe"),
+    "embeddings of a model that hears": ({"model": "Qwen/Qwen3-Omni-30B", "runner": "pooling"}, "embed"),
     "a folder that cannot be read": ({"model": "{folder}/broken-whisper"}, "generate"),
     "an organization": ({"model": "whispering/llama"}, "generate"),
     "no model": ({}, "generate"),
@@ -256,7 +264,8 @@ def test_a_whisper_is_for_transcriptions(name: str, tmp_path: Path) -> None:
     """The configuration says so, by the model's own one where there is a folder."""
     folder = tmp_path / name
     for model, text in (("whisper", '{"model_type": "whisper"}'), ("whisper-like", '{"model_type": "llama"}'),
-                        ("broken-whisper", "{")):  # fmt: skip
+                        ("broken-whisper", "{"), ("voxtral-like", '{"architectures": ["LlamaForCausalLM"]}'),
+                        ("hears", '{"architectures": ["Qwen3ASRForConditionalGeneration"]}')):  # fmt: skip
         (folder / model).mkdir(parents=True)
         (folder / model / "config.json").write_text(text)
     arguments, expected = _RUNNERS[name]
@@ -285,6 +294,73 @@ def test_a_window_of_speech() -> None:
     with wave.open(io.BytesIO(base64.b64decode(media.values[0]))) as file:
         assert (16_000, 1) == (file.getframerate(), file.getnchannels())
         assert [0, 32_767, -32_767] == array("h", file.readframes(3)).tolist()
+
+
+_HEARD: dict[str, tuple[TranscriptionJob, dict[str, Any]]] = {
+    "a transcription": (TranscriptionJob(id="x", samples=b""), {"task": "transcribe"}),
+    "a language, a prompt and a temperature": (
+        TranscriptionJob(id="x", samples=b"", language="de", prompt="Ada", temperature=0.4),
+        {"task": "transcribe", "language": "de", "prompt": "Ada"},
+    ),
+    "a translation, which is into English": (
+        TranslationJob(id="x", samples=b"", language="de"),
+        {"task": "translate", "to_language": "en", "language": "de"},
+    ),
+}
+
+
+@every_case("name", list(_HEARD))
+def test_a_model_that_writes_its_prompts(name: str) -> None:
+    """It gets what the client wants in place of token ids, and a bound of the answer."""
+    job, expected = _HEARD[name]
+    asked_for = asked(job, triton_openai_runner="generate, transcribe_text")
+    sampling = {"temperature": job.temperature or 0.0, "max_tokens": 1024}
+    media = [{"type": "audio", "at": 0, "encoding": "base64"}]
+
+    assert {"v": 1, "kind": "transcribe", "sampling": sampling, "media": media, **expected} == asked_for
+
+
+_RUNS: dict[str, tuple[str | None, list[Any], bool]] = {
+    "none": (None, [Generation], True),
+    "generate": ("generate", [Generation], True),
+    "Whisper": ("transcribe", [TranscriptionJob, TranslationJob], True),
+    "speech alone": ("transcribe_text", [TranscriptionJob, TranslationJob], False),
+    "both": ("generate, transcribe_text", [Generation, TranscriptionJob, TranslationJob], True),
+    "both without a space": ("generate,transcribe_text", [Generation, TranscriptionJob, TranslationJob], True),
+}
+
+
+@every_case("name", list(_RUNS))
+def test_what_a_model_is_for(name: str) -> None:
+    """Its configuration says so. Only one that takes texts as token ids needs its tokenizer here."""
+    runner, jobs, tokens = _RUNS[name]
+    parameters = {}
+    if runner is not None:
+        parameters["triton_openai_runner"] = runner
+    adapter = Companion(config(**parameters), {})
+
+    assert jobs == list(adapter.jobs)
+    assert tokens == adapter.capabilities.tokens
+    assert (TranscriptionJob in jobs) == (adapter.capabilities.recognition is not None)
+
+
+_TEXTS: dict[str, tuple[dict[str, Any], tuple[str, bool]]] = {
+    "a text": ({"text": " Hello. ", "complete": True, "prompt": 40, "completion": 3}, ("Hello.", True)),
+    "one that was cut": ({"text": "Hello", "complete": False, "prompt": 40, "completion": 1024}, ("Hello", False)),
+}
+
+
+@every_case("name", list(_TEXTS))
+def test_a_transcript_as_text(name: str) -> None:
+    """It is taken as it is; one that was cut is asked for again with less audio."""
+    body, expected = _TEXTS[name]
+    adapter = Companion(config(triton_openai_runner="transcribe_text"), {})
+    responses = [JsonResponse({"response": json.dumps(body)}, "companion")]
+    transcript: Any = adapter.decode(TranscriptionJob(id="x", samples=b""), responses)
+
+    assert (*expected, None, 40) == (
+        transcript.text, transcript.complete, transcript.avg_logprob, transcript.prompt_tokens
+    )  # fmt: skip
 
 
 _SPOKEN: dict[str, tuple[Any, tuple[list[int], float | None]]] = {

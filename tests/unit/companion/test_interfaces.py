@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cases import every_case
-from tests.engine.interfaces import main, missing, slower, tables
+from tests.engine.interfaces import main, missing, slower, tables, without_speech
+from triton_openai.companion.repository import SPEECH_MODELS
 
 _ENGINE = """
 class AsyncLLM:
@@ -69,6 +70,99 @@ def test_what_a_release_lacks(name: str, tmp_path: Path) -> None:
     assert lacks == list(missing(package))
     assert slow == list(slower(package))
     assert bool(lacks) == main([str(package)])
+
+
+_INTERFACE = """
+class SupportsTranscription:
+    @classmethod
+    def get_generation_prompt(cls, stt_params): ...
+    @classmethod
+    def validate_language(cls, language): ...
+    @classmethod
+    def get_speech_to_text_config(cls, model_config, task_type): ...
+"""
+_OLDER = _INTERFACE.replace(
+    "cls, stt_params", "cls, audio, stt_config, model_config, language, task_type, request_prompt, to_language"
+)
+_PARAMS = """
+class SpeechToTextParams:
+    audio: object
+    stt_config: object
+    model_config: object
+    language: str | None = None
+    task_type: str = ""
+    request_prompt: str = ""
+    to_language: str | None = None
+"""
+_MODELS = """
+class VoxtralForConditionalGeneration(nn.Module, SupportsTranscription): ...
+class VoxtralRealtimeGeneration(VoxtralForConditionalGeneration): ...
+class LlamaForCausalLM(nn.Module): ...
+class EarsForCausalLM(SupportsTranscription): ...
+class Qwen3ASRForcedAlignerForTokenClassification(VoxtralForConditionalGeneration): ...
+"""
+_REGISTRY = """
+MODELS = {
+    "VoxtralForConditionalGeneration": ("voxtral", "VoxtralForConditionalGeneration"),
+    "VoxtralRealtimeGeneration": (
+        "voxtral",
+        "VoxtralRealtimeGeneration",
+    ),
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "Qwen3ASRForcedAlignerForTokenClassification": ("voxtral", "Qwen3ASRForcedAlignerForTokenClassification"),
+}
+"""
+_NEW = '    "EarsForCausalLM": ("ears", "EarsForCausalLM"),\n}\n'
+
+_SPOKEN: dict[str, tuple[dict[str, str], list[str]]] = {
+    "one that has all": ({}, []),
+    "an older one": ({"interface": _OLDER, "params": ""}, []),
+    "the function has gone": ({"loader": ""}, ["vllm.model_executor.model_loader has no get_model_cls"]),
+    "other arguments": (
+        {"interface": _INTERFACE.replace("model_config, task_type", "task_type")},
+        ["SupportsTranscription.get_speech_to_text_config has other arguments than ('model_config', 'task_type')"],
+    ),
+    "a field has gone": (
+        {"params": _PARAMS.replace("request_prompt", "context")},
+        ["SupportsTranscription.get_generation_prompt has no request_prompt"],
+    ),
+    "an argument has gone": (
+        {"interface": _OLDER.replace("to_language", "target")},
+        ["SupportsTranscription.get_generation_prompt has no to_language"],
+    ),
+    "a model that is not known": (
+        {"registry": _REGISTRY.replace("}\n", _NEW)},
+        ["EarsForCausalLM is not in SPEECH_MODELS"],
+    ),
+}
+
+
+@every_case("name", list(_SPOKEN))
+def test_why_there_are_no_transcriptions(name: str, tmp_path: Path) -> None:
+    """A release is compared with what the model asks of the models' classes, and with the table of architectures."""
+    different, expected = _SPOKEN[name]
+    package = tmp_path / name / "vllm"
+    files = {
+        "model_executor/model_loader/__init__.py": different.get("loader", "from .utils import get_model_cls\n"),
+        "model_executor/models/interfaces.py": different.get("interface", _INTERFACE),
+        "model_executor/models/voxtral.py": _MODELS,
+        "model_executor/models/registry.py": different.get("registry", _REGISTRY),
+        "config/speech_to_text.py": different.get("params", _PARAMS),
+    }
+    for path, text in files.items():
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text)
+
+    assert expected == list(without_speech(package))
+
+
+def test_names_of_speech_models_differ() -> None:
+    """A model's name on the hub leads to one kind of engine only, and is compared in small letters."""
+    runners: dict[str, set[str]] = {}
+    for kind in SPEECH_MODELS:
+        assert kind.name == kind.name.lower()
+        runners.setdefault(kind.name, set()).add(kind.runner)
+    assert [] == [name for name, of_it in runners.items() if len(of_it) > 1]
 
 
 def test_a_folder_that_is_no_release(tmp_path: Path) -> None:

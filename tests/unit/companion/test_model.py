@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import queue
 import sys
@@ -14,10 +13,7 @@ from typing import Any
 
 import pytest
 
-import triton_openai.companion
 from tests.cases import every_case
-
-MODEL = Path(triton_openai.companion.__file__).with_name("model.py")
 
 
 class Sender:
@@ -64,23 +60,6 @@ class Owner:
 
     def lost(self, carrier: Any) -> None:
         self.gone.set()
-
-
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The model file as a module."""
-    backend = types.ModuleType("triton_python_backend_utils")
-    backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
-    backend.Tensor = lambda name, values: values[0]  # type: ignore[attr-defined]
-    backend.InferenceResponse = lambda tensors: tensors[0]  # type: ignore[attr-defined]
-    backend.Logger = types.SimpleNamespace(log_info=lambda text: None)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    spec = importlib.util.spec_from_file_location("companion_model_under_test", MODEL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def turn(carrier: Any, owner: Owner, *events: list[Any]) -> None:
@@ -685,65 +664,6 @@ def test_prompts_that_are_refused(model: Any, name: str) -> None:
     with pytest.raises(model.Refused, match=expected) as caught:
         engine._prompt(message, [b""])
     assert kind == caught.value.fields["kind"]
-
-
-class Hearing:
-    """An engine that writes down what it hears, one token after the other."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    async def generate(self, prompt: Any, params: Any, name: str) -> Any:
-        self.asked.append((prompt, params))
-        for token, value in ((5, -0.5), (6, -1.0)):
-            choice = types.SimpleNamespace(token_ids=[token], logprobs=[{token: Scored(value)}])
-            yield types.SimpleNamespace(outputs=[choice])
-
-
-def hearing(model: Any, table: Any, monkeypatch: pytest.MonkeyPatch, *, encodes: bool = True) -> Any:
-    """Return an engine of the model file that is a Whisper over *table*."""
-    monkeypatch.setattr(model, "READERS", {"audio": lambda raw: (raw, 16_000), "image": bytes})
-    engine = searching(model, table)
-    engine._encodes = encodes
-    engine._pooling = 0
-    engine._model_config = types.SimpleNamespace(max_model_len=8)
-    return engine
-
-
-async def test_speech_is_written_down(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoder gets the audio, the decoder goes on from the ids, up to the model's context."""
-    table = Hearing()
-    message = {"ids": [1, 2], "media": [{"type": "audio", "at": 0}], "sampling": {"temperature": 0.5}}
-    spoken = await hearing(model, table, monkeypatch).transcribe(message, [b"sound"], "x")
-    ((prompt, params),) = table.asked
-
-    assert {"ids": [5, 6], "logprob": -1.5, "prompt": 2} == spoken
-    assert {"prompt_token_ids": [1, 2]} == prompt["decoder_prompt"]
-    assert (b"sound", 16_000) == prompt["encoder_prompt"]["multi_modal_data"]["audio"]
-    assert {"max_tokens": 6, "temperature": 0.5} == params["sampling"]
-
-
-_AUDIO = [{"type": "audio", "at": 0}]
-_UNHEARD: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "a model without an encoder": ({"ids": [1], "media": _AUDIO}, False, "in a chat"),
-    "no ids": ({"media": _AUDIO}, True, "missing"),
-    "a token that there is not": ({"ids": [100], "media": _AUDIO}, True, "100"),
-    "no audio": ({"ids": [1]}, True, "one audio file"),
-    "an image": ({"ids": [1], "media": [{"type": "image", "at": 0}]}, True, "one audio file"),
-    "two files": ({"ids": [1], "media": [*_AUDIO, *_AUDIO]}, True, "one audio file"),
-    "no room": ({"ids": [1] * 8, "media": _AUDIO}, True, "no room"),
-}
-
-
-@every_case("name", list(_UNHEARD))
-async def test_transcriptions_that_are_refused(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what is wrong, and the engine is not asked."""
-    message, encodes, expected = _UNHEARD[name]
-    table = Hearing()
-
-    with pytest.raises(model.Refused, match=expected):
-        await hearing(model, table, monkeypatch, encodes=encodes).transcribe(message, [b"?"], "x")
-    assert not table.asked
 
 
 _FORMS: dict[str, tuple[dict[str, Any], bool, Any]] = {

@@ -151,12 +151,18 @@ def test_content_forms(content: object, string: object, parts: object, either: o
     assert [{"role": "user", "content": wrap(either)}] == prepare(given, EITHER)
 
 
-@every_case("kind", ["image_url", "input_audio", "video_url", "x" * 500])
-def test_parts_that_are_not_text(kind: str) -> None:
-    """Other parts than text are refused, with their place."""
+@every_case("kind, expected", [
+    ("image_url", "only text is"),
+    ("input_audio", "only text is"),
+    ("x" * 500, "only text is"),
+    ("video_url", "reads no video. Send frames of it as images"),
+    ("audio_url", "part of type 'input_audio'"),
+])  # fmt: skip
+def test_parts_that_are_not_text(kind: str, expected: str) -> None:
+    """Other parts than text are refused, with their place, and with what to send instead where there is something."""
     given = decode({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "x"}}]})
 
-    with pytest.raises(UnsupportedParameter, match="only text is") as caught:
+    with pytest.raises(UnsupportedParameter, match=expected) as caught:
         prepare(given, STRING)
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.code == "unsupported_parameter"

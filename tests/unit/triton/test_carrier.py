@@ -179,6 +179,27 @@ async def test_the_queue_of_the_engine_is_reported(client: Any, clock: Clock) ->
     assert [("companion", *limit) for limit in limits] == seen
 
 
+async def test_an_engine_that_never_reports_its_queue(client: Any, clock: Clock) -> None:
+    """Its first response ends the limit. Those that follow cost nothing, until one brings the queue."""
+    capacity = EngineCapacity()
+    seen: list[tuple[str, float, float]] = []
+    capacity.on_change = lambda *values: seen.append(values)
+    carriers = Carriers(capacity)
+    carriers.stream(client, generation(), Reader())
+    opening = client.sent[0]
+    for number in range(5):
+        opening.answer({"n": number, "d": []})
+    opening.answer({"n": 5, "d": [], "q": [0, 64]})
+    opening.answer({"n": 6, "d": [], "q": [0, 64]})
+    opening.answer({"n": 7, "d": []})
+    opening.answer({"n": 8, "d": []})
+    carriers.close()
+
+    unlimited = float("inf")
+    limits = [(256, 256), (unlimited, unlimited), (16, 80), (16, 80), (unlimited, unlimited), (unlimited, unlimited)]
+    assert [("companion", *limit) for limit in limits] == seen
+
+
 def test_the_room_of_several_engines() -> None:
     """It is summed; an engine that has not been asked lately counts as one that has room."""
     room = EngineCapacity()

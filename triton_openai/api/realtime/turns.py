@@ -98,7 +98,7 @@ def job_of(model: ServedModel, settings: TranscriptionSettings) -> tuple[Transcr
                 param=f"{_TRANSCRIPTION}.language",
                 code="invalid_language",
             )
-    elif languages and not model.adapter.capabilities.tokens:
+    elif languages and not recognition.token_ids:
         # The model cannot choose among them.
         language = languages[0]
     job = TranscriptionJob(

@@ -1,0 +1,163 @@
+"""What a companion model does beside generations: transcriptions by its own prompts, and a vector for each token."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.cases import every_case
+from tests.conformance.calls import in_session_loop
+from tests.conformance.test_transcriptions import PATH, TEXT, TRANSLATIONS, events, refused, send
+from tests.proxy_fixture import Proxy, serving
+from tests.speech import SENTENCE, speak, wav
+from tests.standins.repository import build_repository
+from tests.triton_fixture import embedded, shared
+from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
+
+pytestmark = in_session_loop
+
+SPEECH, TOKENS = "companion_speech", "companion_tokens"
+POOLING = "/pooling"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def proxy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Proxy]:
+    """The service in front of a Triton with both models. The one of speech has no tokenizer here: it needs none."""
+    repository = build_repository(tmp_path_factory.mktemp("companions") / "repository", models=(SPEECH, TOKENS))
+    server = embedded(repository)
+    with shared(server):
+        models = {TOKENS: ModelSettings(tokenizer=str(repository.tokenizer), max_model_len=2048)}
+        settings = Settings(triton=TritonSettings(url=(server.http_url,)), models=models)
+        async with serving(settings) as running:
+            await running.ready()
+            yield running
+
+
+async def test_a_recording_is_written_down(proxy: Proxy) -> None:
+    """The text comes without the model's marks, whole and in a stream, of as many chunks as the recording has."""
+    for words in (SENTENCE, SENTENCE * 12):
+        file = wav(speak(words))
+        answer = await send(proxy, file, model=SPEECH)
+        assert (200, " ".join(words)) == (answer.status, answer.json["text"])
+        *deltas, done = events(await send(proxy, file, model=SPEECH, stream="true"))
+        assert " ".join(words) == done["text"] == "".join(each["delta"] for each in deltas)
+
+
+@every_case("path,fields,asked", [
+    (PATH, {}, ("transcribe", None, None, "ask")),
+    (PATH, {"language": "German"}, ("transcribe", "de", None, "ask")),
+    (PATH, {"languages": ["de", "en"]}, ("transcribe", "de", None, "ask")),
+    (TRANSLATIONS, {}, ("translate", None, "en", "ask")),
+])  # fmt: skip
+async def test_what_the_model_is_asked(proxy: Proxy, path: str, fields: dict[str, Any], asked: Sequence[Any]) -> None:
+    """Its class gets the task, the language, the language to translate to, and the client's prompt."""
+    answer = await send(proxy, wav(speak(SENTENCE)), path, model=SPEECH, prompt="ask", **fields)
+
+    assert f"language {tuple(asked)}" == answer.json["text"]
+
+
+async def test_times_of_a_text(proxy: Proxy) -> None:
+    """There is a segment for each chunk, and no words: the model returns no times."""
+    file = wav(speak(SENTENCE))
+    (segment,) = (await send(proxy, file, model=SPEECH, response_format="verbose_json")).json["segments"]
+    assert (0.0, TEXT) == (segment["start"], segment["text"])
+    assert pytest.approx(3.0, abs=0.1) == segment["end"]
+
+    words = {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
+    assert (400, "timestamp_granularities") == (await refused(proxy, file, model=SPEECH, **words))[:2]
+
+
+@every_case("fields,param", [({"language": "la"}, "language"), ({"language": "klingon"}, "language")])
+async def test_languages_that_are_refused(proxy: Proxy, fields: dict[str, Any], param: str) -> None:
+    """By the service if nobody speaks it, and by the model if the model does not take it."""
+    assert (400, param) == (await refused(proxy, wav(speak(SENTENCE)), model=SPEECH, **fields))[:2]
+
+
+async def test_a_model_that_only_writes_speech_down(proxy: Proxy) -> None:
+    """A chat with it is refused by its name, and so are vectors of it."""
+    chat = {"model": SPEECH, "messages": [{"role": "user", "content": "Hi"}]}
+    for path, body in (("/v1/chat/completions", chat), (POOLING, {"model": SPEECH, "input": "Hi"})):
+        answer = await proxy.post(path, body)
+        assert (400, "model") == (answer.status, answer.error["param"]), answer.body
+
+
+async def test_a_vector_for_each_token(proxy: Proxy) -> None:
+    """Of each input its own, as lists of numbers or as base64 text."""
+    body = {"model": TOKENS, "input": [[5, 6, 7], [8]], "task": "token_embed"}
+    numbers = (await proxy.post(POOLING, body)).json
+    text = (await proxy.post(POOLING, {**body, "encoding_format": "base64"})).json
+
+    rows = [[[5.0, 0.0], [6.0, 1.0], [7.0, 2.0]], [[8.0, 0.0]]]
+    assert rows == [each["data"] for each in numbers["data"]]
+    assert ["list", TOKENS, {"prompt_tokens": 4, "total_tokens": 4}] == [
+        numbers[name] for name in ("object", "model", "usage")
+    ]
+    assert [(0, "pooling"), (1, "pooling")] == [(each["index"], each["object"]) for each in numbers["data"]]
+    for expected, each in zip(rows, text["data"], strict=True):
+        flat = [value for row in expected for value in row]
+        assert flat == array("f", base64.b64decode(each["data"])).tolist()
+
+
+_INPUTS: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
+    "ids": ({"input": [5, 6]}, [[5.0, 0.0], [6.0, 1.0]]),
+    "no task": ({"input": [5]}, [[5.0, 0.0]]),
+    "cut": ({"input": [5, 6, 7], "truncate_prompt_tokens": 2}, [[5.0, 0.0], [6.0, 1.0]]),
+    "cut at its beginning": (
+        {"input": [5, 6, 7], "truncate_prompt_tokens": 2, "truncation_side": "left"},
+        [[6.0, 0.0], [7.0, 1.0]],
+    ),
+    "before the activation": ({"input": [5, 6], "use_activation": False}, [[-5.0, -0.0], [-6.0, -1.0]]),
+}
+
+
+@every_case("name", list(_INPUTS))
+async def test_inputs_of_pooling(proxy: Proxy, name: str) -> None:
+    """They are those of embeddings, on both paths."""
+    fields, expected = _INPUTS[name]
+    for path in (POOLING, "/v1/pooling"):
+        answer = await proxy.post(path, {"model": TOKENS, **fields})
+        assert [expected] == [each["data"] for each in answer.json["data"]], answer.body
+
+
+async def test_a_text_for_pooling(proxy: Proxy) -> None:
+    """It is tokenized here, with the special token in front."""
+    answer = (await proxy.post(POOLING, {"model": TOKENS, "input": "Hello there"})).json
+
+    assert answer["usage"]["prompt_tokens"] == len(answer["data"][0]["data"]) > 1
+    assert [0.0, 0.0] == answer["data"][0]["data"][0]
+
+
+_UNPOOLED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another task": ({"task": "token_classify"}, "task", "but 'token_embed'"),
+    "a task of other paths": ({"task": "embed"}, "task", "/v1/embeddings"),
+    "a task of another type": ({"task": 5}, "task", ""),
+    "nothing": ({"input": ""}, "input", "empty"),
+    "unknown ids": ({"input": [10**9]}, "input", ""),
+    "more than the context": ({"input": [5] * 2049}, "input", "2048"),
+    "more than an answer takes": ({"input": [[5] * 2000] * 9}, "input", "at most 16384"),
+    "dimensions": ({"dimensions": 1}, "dimensions", ""),
+    "a conversation": ({"messages": [{"role": "user", "content": "Hi"}]}, "messages", ""),
+    "another encoding": ({"encoding_format": "bytes"}, "encoding_format", ""),
+}
+
+
+@every_case("name", list(_UNPOOLED))
+async def test_pooling_that_is_refused(proxy: Proxy, name: str) -> None:
+    """The error names the parameter, and what to do where there is something."""
+    fields, param, expected = _UNPOOLED[name]
+    answer = await proxy.post(POOLING, {"model": TOKENS, "input": [5], **fields})
+
+    assert (400, param) == (answer.status, answer.error["param"]), answer.body
+    assert expected in answer.error["message"]
+
+
+async def test_other_jobs_of_a_model_of_token_vectors(proxy: Proxy) -> None:
+    """It makes no vectors of whole texts."""
+    answer = await proxy.post("/v1/embeddings", {"model": TOKENS, "input": "Hi"})
+
+    assert (400, "model") == (answer.status, answer.error["param"])
