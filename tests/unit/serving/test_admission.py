@@ -463,7 +463,7 @@ async def test_lines_have_a_share_of_what_is_free(limits: dict[str, Any], share:
 
 @every_case("more", [-1, -2, -3, -100])
 async def test_no_line_begins_where_too_many_wait_in_the_engine(more: int) -> None:
-    """An engine in which more requests wait than it should have gets no line; it can owe more than this process runs."""
+    """An engine in which more requests wait than it should have gets no line, also below zero."""
     admission = gate()
     visitors = [Visitor(admission) for _ in range(2)]
     await settled()
