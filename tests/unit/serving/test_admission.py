@@ -102,12 +102,12 @@ class Engine:
         self._admission = admission
         self._room = EngineCapacity()
         self._room.on_change = admission.set_engine_capacity
-        self._room.expect("m", self)
+        self._room.expect("m", "triton", self)
 
     async def step(self) -> int:
         """Take what is inside; return how many wait in the engine now."""
         waiting = max(0, len(self._admission.running.get("m", ())) - self.memory)
-        self._room.report("m", self, (waiting, self._max_running))
+        self._room.report("m", "triton", self, (waiting, self._max_running))
         await settled()
         return waiting
 
