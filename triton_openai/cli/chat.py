@@ -13,9 +13,8 @@ from typing import Any, TextIO
 import aiohttp
 
 from triton_openai.cli.endpoint import Endpoint, add_options, endpoint_of
-from triton_openai.cli.parser import CommandParser, OwnCommand
+from triton_openai.cli.parser import CommandParser, OwnCommand, count, number
 from triton_openai.cli.terminal import shows_colours
-from triton_openai.cli.values import count, number
 from triton_openai.config.files import state_folder
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.load.events import MAX_LINE_BYTES, Piece, error_of_body, read_event

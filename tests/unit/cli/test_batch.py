@@ -411,6 +411,19 @@ def test_options_of_live_requests_need_them(option: str) -> None:
     parse(["run", "in.txt", "-o", "out", "--live", option], {})
 
 
+@every_case(
+    "option",
+    [
+        *("--temperature=inf", "--temperature=nan", "--temperature=x", "--timeout=nan", "--timeout=-1", "--timeout=0"),
+        *("--max-tokens=0", "--max-tokens=x", "--concurrency=1.5", "--retries=-1", "--lines-per-batch=many"),
+    ],
+)
+def test_numbers_that_are_none(option: str) -> None:
+    """Each is refused as for the other commands, with what it has to be."""
+    with pytest.raises(ConfigurationError, match=" is not accepted: expected a "):
+        parse(["run", "in.txt", "-o", "out", "--live", option], {})
+
+
 @every_case("written", ["1d", "soon", "", "h", "-1h"])
 def test_other_windows_are_refused(written: str) -> None:
     """Before anything is sent, and with an example."""
