@@ -108,7 +108,7 @@ class Minute:
             self._ticks.popleft()
         return sum([count for _, count in self._ticks])
 
-    def below_in(self, limit: int, now: float) -> float:
+    def seconds_until_below(self, limit: int, now: float) -> float:
         """
         Return the seconds until there are fewer than *limit*.
 
@@ -177,7 +177,7 @@ def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Ref
     wait = 1.0
     for _, maximum, _, minute in spent:
         # Until every limit allows it.
-        wait = max(wait, minute.below_in(maximum, now))
+        wait = max(wait, minute.seconds_until_below(maximum, now))
     max_running = limit.concurrent_requests
     if max_running is not None and account.running >= max_running:
         text = f"'{name}' may have {max_running} requests at the same time."
@@ -202,7 +202,7 @@ def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal 
         target = 1
         if refusal is not None or not left:
             target = maximum
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(target, now))
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.seconds_until_below(target, now))
     return headers
 
 
