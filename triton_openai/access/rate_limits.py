@@ -51,8 +51,8 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     audio_seconds_per_minute: _Limit | None = None
 
     @property
-    def any(self) -> bool:
-        """Whether a limit applies to every live request."""
+    def limits_live_requests(self) -> bool:
+        """Whether a limit counts every live request; those of batches and of audio do not."""
         return any((self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests))
 
 

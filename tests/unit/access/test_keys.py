@@ -43,7 +43,7 @@ def test_keys_of_the_settings() -> None:
     alice, plain = ring.get(sha256(SECRET)), ring.get(sha256("sk-plain"))
 
     assert alice is not None
-    assert ("alice", None, False) == (alice.name, alice.models, alice.limit.any)
+    assert ("alice", None, False) == (alice.name, alice.models, alice.limit.limits_live_requests)
     assert plain is not None
     assert plain.name == f"key-{hashlib.sha256(b'sk-plain').hexdigest()[:8]}"
     for wrong in ("", "sk-a-secre", f"{SECRET}x", SECRET.upper(), f"alice:{SECRET}", "é", "\udcff", "x" * 100_000):

@@ -160,7 +160,7 @@ class Host:
         return Outcome(error.status, error.envelope(), error=error)
 
     async def admit(self, owner: str) -> Reservation | None:
-        if not self.limit.any:
+        if not self.limit.limits_live_requests:
             return None
         return Reservation(self.limits, owner, self.limit, await self.limits.admit(owner, self.limit))
 
