@@ -184,7 +184,7 @@ class Keys:
         An error in it is logged, and the keys stay in force.
         """
         changed = False
-        if await self._file.look(settled=True):
+        if await self._file.due_in_thread(settled=True):
             with self._file.reading():
                 self.ring = await asyncio.to_thread(self._read_again)
                 changed = True
