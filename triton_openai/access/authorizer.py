@@ -211,7 +211,7 @@ class Authorizer:
         """Read the file of keys again after each change, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if await self.keys.look():
+            if await self.keys.reload():
                 self._keys_changed()
 
 

@@ -177,7 +177,7 @@ class Keys:
         self._file.check("file of API keys")
         return read_keys(self._settings)
 
-    async def look(self) -> bool:
+    async def reload(self) -> bool:
         """
         Read the file again if it has changed, and return whether other keys are in force now.
 
