@@ -143,7 +143,7 @@ class LeaseTable(Tables):
         yield from _release_part(part)
 
     @operation(write=True, long=True)
-    def end_parts(self) -> Steps[Mapping[Part, int]]:
+    def end_expired_parts(self) -> Steps[Mapping[Part, int]]:
         """
         End the parts whose leases have expired, and return how many lines of each ran.
 

@@ -28,7 +28,7 @@ class LineTable(Tables):
     """The lines of batches that have not ended; see :class:`Tables` for the errors."""
 
     @operation(write=True)
-    def clear(self, batch: Batch) -> Steps[None]:
+    def end_parts(self, batch: Batch) -> Steps[None]:
         """End the parts of *batch*. Its lines can be deleted after that."""
         yield from lock_leased(batch)
         yield "DELETE FROM lease WHERE batch = $1 AND part > 0", batch.id
