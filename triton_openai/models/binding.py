@@ -39,7 +39,7 @@ class Binder:
         self._registry = Registry()
         self._files = partial(_read_file, settings.triton.readable_repositories)
 
-    def bind_all(self, name: str, snapshot: Snapshot, *, over_grpc: bool = False) -> ServedModel | Unserved:
+    def bind_with_variants(self, name: str, snapshot: Snapshot, *, over_grpc: bool = False) -> ServedModel | Unserved:
         """
         Return the model *name* of *snapshot*, with its variants on other Tritons. Blocks: it reads files.
 

@@ -243,7 +243,7 @@ class Models:
         configs = snapshot.configs
         over_grpc = self.fleet.over_grpc
         every = await asyncio.to_thread(
-            lambda: [binder.bind_all(name, snapshot, over_grpc=over_grpc) for name in configs]
+            lambda: [binder.bind_with_variants(name, snapshot, over_grpc=over_grpc) for name in configs]
         )
         served = {bound.name: bound for bound in every if isinstance(bound, ServedModel)}
         unserved = [bound for bound in every if isinstance(bound, Unserved)]
