@@ -164,7 +164,7 @@ class Models:
                 model = model.variant_at(self.fleet.leasing.choose(model.triton_model))
             if model.text_level is None:
                 return model
-            return await model.settled()
+            return await model.with_fallback()
         snapshot = self.fleet.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(
