@@ -100,7 +100,7 @@ class LazyPrompter:
         return prompter
 
     @property
-    def settled(self) -> bool:
+    def check_is_final(self) -> bool:
         """Whether another :meth:`check` would have the same result."""
         return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
 

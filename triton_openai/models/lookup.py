@@ -302,7 +302,7 @@ async def keep_loaded(models: Models) -> None:
     while True:
         models.changed.clear()
         by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
-        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.settled])
+        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.check_is_final])
         await wait_any(models.changed, timeout=_RECHECK_SECONDS)
 
 
