@@ -190,7 +190,7 @@ async def _run_live(
     client: Client, files: RunFiles, counts: RunCounts, prompts: Prompts, model: str, options: BatchOptions
 ) -> None:
     live = LiveRun(client, files, counts, concurrency=options.concurrency, retries=options.retries)
-    await live.run(request for request in prompts.requests(model) if not files.settled(request.custom_id))
+    await live.run(request for request in prompts.requests(model) if not files.has_result(request.custom_id))
 
 
 def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> str:

@@ -66,7 +66,7 @@ class RemoteRun:
         await self._fetch_open()
         # All lines of a batch ask one endpoint.
         for url in await asyncio.to_thread(lambda: list(dict.fromkeys(request.url for request in read()))):
-            requests = (one for one in read() if one.url == url and not self._files.settled(one.custom_id))
+            requests = (one for one in read() if one.url == url and not self._files.has_result(one.custom_id))
             while batch := await self._send(requests):
                 self._counts.note(f"Batch {batch.id}: {lines_text(batch.lines)}. It goes on if this command ends.")
         await self._fetch_open()
