@@ -26,7 +26,7 @@ from tests.proxy_fixture import serving
 from tests.unit.api.test_batches import MODEL, settings_of
 from triton_openai.cli.batch import client, remote, uploading
 from triton_openai.cli.batch.answers import RunFiles, state_path
-from triton_openai.cli.batch.client import Client, RequestFailure, seconds_of
+from triton_openai.cli.batch.client import Client, RequestFailure, retry_after_of
 from triton_openai.cli.batch.command import execute
 from triton_openai.cli.batch.progress import Lines, duration, progress_for, short
 from triton_openai.errors import ConfigurationError
@@ -206,7 +206,7 @@ async def test_what_a_failure_of_one_line_becomes(
                                ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])  # fmt: skip
 def test_retry_after(wanted: str, seconds: float | None) -> None:
     """It is a number or a date, and never longer than a person would wait."""
-    assert seconds == seconds_of({"Retry-After": wanted})
+    assert seconds == retry_after_of({"Retry-After": wanted})
 
 
 async def test_all_requests_wait_when_the_service_asks_for_it(
