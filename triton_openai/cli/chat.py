@@ -179,7 +179,7 @@ class Chat:
         try:
             async with self.endpoint.post(self._session, "chat/completions", body) as response:
                 if response.status != 200:
-                    raise self.endpoint.refused(response.status, await response.read())
+                    raise self.endpoint.refusal_error(response.status, await response.read())
                 if response.content_type == "application/json":
                     raise ValueError(f"it is no stream but: {error_of_body(await response.read())}")
                 async for line in _lines(response.content):
@@ -191,7 +191,7 @@ class Chat:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if answer.text:
                 raise ServiceError(f"The answer is cut off: {str(error) or type(error).__name__}.") from error
-            raise self.endpoint.unreachable(error) from error
+            raise self.endpoint.unreachable_error(error) from error
 
     def forget(self) -> None:
         """Begin a new conversation."""
