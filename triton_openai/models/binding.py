@@ -79,7 +79,7 @@ class Binder:
             if settings.adapter is None:
                 claim = registry.claim(config)
             else:
-                claim = registry.named(settings.adapter)
+                claim = registry.adapter_named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config), settings=suggested_settings(config, registry))
             mapping = _mapping(settings)
