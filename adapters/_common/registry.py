@@ -86,7 +86,7 @@ def _uses(user: ModelConfig, name: str) -> bool:
 
 
 def _speaks_with_engine(user: ModelConfig) -> bool:
-    """Return whether *user* is the front of a language model that hears or speaks."""
+    """Return whether *user* is the front of a language model with speech as its input or output."""
     synthesizes = {"reference_text", "target_text"} <= user.inputs.keys() and "llm_tokenizer_dir" in user.parameters
     hears = {"WAV", "TEXT_PREFIX"} <= user.inputs.keys() and "engine_dir" not in user.parameters
     return synthesizes or hears

@@ -82,7 +82,7 @@ class LimitStore(Protocol):
         ...
 
     def leave(self, name: str, tokens: int) -> None:
-        """Count a request out that was admitted, and the *tokens* that it used in. Does not block."""
+        """Record the end of an admitted request, and the *tokens* that it used. Does not block."""
         ...
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class Account(msgspec.Struct):
     expected: int = 1
 
     def end(self, now: float, tokens: int) -> None:
-        """Count a request out that has used *tokens*."""
+        """Record the end of a request that has used *tokens*."""
         self.running -= 1
         if tokens:
             self.tokens.add(now, tokens)
@@ -221,7 +221,7 @@ class RateLimits:
         pass
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request of the key *name* in, if *limit* allows it; the decision has OpenAI's headers."""
+        """Admit and count a request of the key *name*, if *limit* allows it; the decision has OpenAI's headers."""
         now = self._clock()
         if len(self._accounts) >= self._max_accounts:
             self._accounts = {key: account for key, account in self._accounts.items() if not account.idle(now)}
@@ -260,7 +260,7 @@ class Reservation:
         return taken
 
     def close(self, tokens: int) -> None:
-        """Count the request out, once, and the *tokens* that it used in."""
+        """Record the end of the request, and the *tokens* that it used; further calls have no effect."""
         if self._open:
             self._open = False
             if not self._counts_tokens:

@@ -48,7 +48,7 @@ class Models:
     """The table of served models by name; it follows the models of Triton."""
 
     def __init__(self, settings: Settings, fleet: Fleet, draining: ModelDraining | None = None) -> None:
-        """*draining* learns when another process of the service has changed what Triton has."""
+        """*draining* has another version once another process of the service has loaded or unloaded a model."""
         self._draining = draining or ModelDraining(Draining())
         self._version = self._draining.version
         self._binder = Binder(settings, Prompters())

@@ -130,7 +130,7 @@ class LeaseTable(Tables):
 
     @operation(write=True, long=True)
     def release_unknown(self, part: Part, holder: str) -> Steps[None]:
-        """End the lease of *holder* of a batch, which is part 0, or of a part, of which no line has run."""
+        """End a lease whose *holder* has got no answer to its claim: of a batch, which is part 0, or of a part."""
         if part.number:
             yield from _release_part(part)
         else:

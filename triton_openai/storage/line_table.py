@@ -82,7 +82,7 @@ class LineTable(Tables):
 
     @operation(write=True, long=True)
     def analyze(self) -> Steps[None]:
-        """Have PostgreSQL look at the lines that were added: what it knows of the table decides how it claims lines."""
+        """Renew PostgreSQL's statistics after lines were added: its plan for claims depends on them."""
         yield ("ANALYZE line",)
 
     @operation(write=True)

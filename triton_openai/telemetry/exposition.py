@@ -45,7 +45,7 @@ class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def no_engines(timeout: float) -> Mapping[str, EngineLoad]:
-    """Return that no engine reports its load by request."""
+    """Return no loads: no engine reports them by request."""
     return {}
 
 
@@ -163,7 +163,7 @@ class Exposition:
         return state
 
     def service_load(self) -> ServiceLoad:
-        """Return the figures of all workers together. Reads their files: call it in a thread."""
+        """Return the load of all workers together. Reads their files: call it in a thread."""
         sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
         for metric in self._counted().values():
             for sample in metric.samples:
