@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from triton_openai.adapters._common.audio_tensor import wav_file
 from triton_openai.adapters._common.base import (
     Adapter,
     Capabilities,
@@ -28,7 +29,6 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters._common.wav import wav_file
 from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
     ConfigurationError,

@@ -246,7 +246,7 @@ class TokenDecoder:
         if self._logprobs == GENERATION and len(ids):
             delta.logits = read_logits(response, GENERATION, count=len(ids), total=self._count)
         elif self._logprobs == common.LOGPROBS and len(ids):
-            values = common.newest(response, count=len(ids), total=self._count)
+            values = common.newest_logprobs(response, count=len(ids), total=self._count)
             # Names are added where the tokenizer is.
             delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
         for read in self._readers:

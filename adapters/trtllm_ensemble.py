@@ -268,7 +268,7 @@ class StepLogprobs:
         if delta.tokens is not None:
             self._total += delta.tokens
             if delta.tokens:
-                return common.newest(response, count=delta.tokens, total=self._total)
+                return common.newest_logprobs(response, count=delta.tokens, total=self._total)
             return ()
         values = response.numbers(common.LOGPROBS)
         # A release that does not count tokens: the list grows, or shows that it does not.

@@ -26,6 +26,7 @@ import soundfile
 
 from bench.accounting import CpuClock
 from bench.figures import table, written
+from bench.forms import FORM_TYPE, form_with_file
 from bench.processes import HOST
 from bench.subjects import Subject, ours
 from triton_openai.load.tally import percentile
@@ -63,7 +64,6 @@ FILES: Mapping[str, tuple[int, int, str, str | None, float]] = MappingProxyType(
 #: Formats of speech, of which the first bytes are to be there in so many milliseconds.
 FORMATS = ("pcm", "wav", "mp3", "opus", "flac")
 _FIRST_BYTES = 20.0
-_BOUNDARY = "bench"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -143,15 +143,10 @@ def _service(transport: str) -> Iterator[tuple[Subject, Path]]:
 
 def _share(subject: Subject, file: bytes, seconds: float) -> float:
     """Return the CPU time that the service takes for a transcription of *file*, in percent of its length."""
-    parts = [
-        f'name="{name}"\r\n\r\n{value}' for name, value in (("model", "hears"), ("response_format", "verbose_json"))
-    ]
-    body = b"".join(f"--{_BOUNDARY}\r\nContent-Disposition: form-data; {part}\r\n".encode() for part in parts)
-    head = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'.encode()
-    body += head + file + f"\r\n--{_BOUNDARY}--\r\n".encode()
+    body = form_with_file({"model": "hears", "response_format": "verbose_json"}, file, "a")
     clock = CpuClock(subject.relay)
     before = clock.read()
-    with _ask(subject, "transcriptions", body, f"multipart/form-data; boundary={_BOUNDARY}") as answer:
+    with _ask(subject, "transcriptions", body, FORM_TYPE) as answer:
         transcript = json.load(answer)
     assert transcript["segments"], transcript
     return (clock.read() - before) / 1e9 / seconds * 100

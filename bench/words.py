@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import soundfile
 
 from bench.figures import table
+from bench.forms import FORM_TYPE, form_with_file
 
 # The folder of each language in the packages.
 _FOLDERS = {
@@ -167,16 +167,9 @@ def differences(wanted: Sequence[str], heard: Sequence[str]) -> Sequence[tuple[s
 
 def ask(url: str, model: str, spoken: Spoken, form: str) -> str:
     """Return what the service at *url* writes down, in the format *form*; of subtitles only the text."""
-    boundary = uuid4().hex
     fields = {"model": model, "language": spoken.language, "response_format": form}
-    parts = [
-        f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-        for name, value in fields.items()
-    ]
-    head = f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="speech.wav"\r\n\r\n'
-    body = b"".join([*parts, head.encode(), spoken.file, f"\r\n--{boundary}--\r\n".encode()])
-    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    request = urllib.request.Request(f"{url}/v1/audio/transcriptions", body, headers)
+    body = form_with_file(fields, spoken.file, "speech.wav")
+    request = urllib.request.Request(f"{url}/v1/audio/transcriptions", body, {"Content-Type": FORM_TYPE})
     with urllib.request.urlopen(request, timeout=3600) as answer:
         text = answer.read().decode()
     if form == "text":

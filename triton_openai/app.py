@@ -330,7 +330,7 @@ def check_names(settings: Settings) -> None:
     adapters = Registry()
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
-            adapters.named(entry.adapter)
+            adapters.adapter_named(entry.adapter)
         if entry.history_template is not None:
             HistoryTemplate(entry.history_template)
         if entry.fim_template is not None:

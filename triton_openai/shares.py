@@ -36,9 +36,10 @@ def live_reserve(live: float, limit: float) -> int:
     each step up is as much less likely as live requests have a smaller part of what ends. It is not more than the
     number of live requests, which has a Poisson distribution, varies by itself.
     """
-    if limit == math.inf:
-        return 1
     live = max(live, 1.0)
+    if limit == math.inf or limit <= live:
+        # Without a limit there is always capacity, and beyond the limit there is none to keep.
+        return 1
     load = min(live / limit, 0.99)
     excess = math.log(_WAITING_SHARE) / math.log(load)
     spread = _DEVIATIONS * math.sqrt(live)

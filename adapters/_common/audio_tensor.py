@@ -1,14 +1,17 @@
-"""The audio of a request, in the form that a model takes: samples, or a WAV file."""
+"""Audio in the form that a model takes: samples, numbers of 16 bits, or a WAV file."""
 
 from __future__ import annotations
 
 import base64
+import io
+import wave
 from array import array
 from typing import Any, Literal
 
-from triton_openai.adapters._common.wav import pcm, wav_file
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.tensors import ARRAY_CODES, ModelConfig, Tensor, TensorSpec
+
+_LOUDEST_PCM = 32_767
 
 
 class AudioTensor:
@@ -40,7 +43,7 @@ class AudioTensor:
         if self._form == "samples":
             count = len(samples)
             if spec.datatype == "INT16":
-                values = pcm(samples).tobytes()
+                values = _pcm(samples).tobytes()
             else:
                 values = samples.astype({"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}[spec.datatype]).tobytes()
             if self._config.decoupled and spec.datatype != "FP16":
@@ -60,3 +63,19 @@ def _bytes_element(data: bytes, *, encode: bool) -> bytes:
     if encode:
         data = base64.b64encode(data)
     return len(data).to_bytes(4, "little") + data
+
+
+def wav_file(samples: Any, rate: int) -> bytes:
+    """Return a WAV file with *samples*, an array from -1 to 1, of which a second has *rate*."""
+    target = io.BytesIO()
+    with wave.open(target, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(_pcm(samples).tobytes())
+    return target.getvalue()
+
+
+def _pcm(samples: Any) -> Any:
+    """Return samples of 16 bits; what is louder than they can be is as loud as they can."""
+    return (samples.clip(-1, 1) * _LOUDEST_PCM).round().astype("<i2")

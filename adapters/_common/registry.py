@@ -86,7 +86,7 @@ def _uses(user: ModelConfig, name: str) -> bool:
 
 
 def _speaks_with_engine(user: ModelConfig) -> bool:
-    """Return whether *user* is the front of a language model that hears or speaks."""
+    """Return whether *user* is the front of a language model with speech as its input or output."""
     synthesizes = {"reference_text", "target_text"} <= user.inputs.keys() and "llm_tokenizer_dir" in user.parameters
     hears = {"WAV", "TEXT_PREFIX"} <= user.inputs.keys() and "engine_dir" not in user.parameters
     return synthesizes or hears
@@ -100,7 +100,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 @cache
-def third_party(path: tuple[str, ...]) -> Sequence[EntryPoint]:
+def third_party_adapters(path: tuple[str, ...]) -> Sequence[EntryPoint]:
     """Return the adapters of other packages on the import path *path*. To look through all packages takes long."""
     return sorted(entry_points(group=ENTRY_POINT_GROUP))
 
@@ -129,7 +129,7 @@ class Registry:
 
     def __init__(self) -> None:
         points = {name: {EntryPoint(name, value, ENTRY_POINT_GROUP)} for name, value in BUILT_IN.items()}
-        for point in third_party(tuple(sys.path)):
+        for point in third_party_adapters(tuple(sys.path)):
             points.setdefault(point.name, set()).add(point)
         #: By name, in the order in which they are asked.
         self.adapters = {name: _load(name, points[name]) for name in sorted(points, key=BUILT_IN.__contains__)}
@@ -146,7 +146,7 @@ class Registry:
                 return Claim(adapter, reason)
         return None
 
-    def named(self, name: str) -> Claim:
+    def adapter_named(self, name: str) -> Claim:
         """Return the adapter that the settings ask for by name. Raises :class:`ConfigurationError`."""
         if name not in self.adapters:
             raise ConfigurationError(f"There is no adapter '{name}'. Known adapters: {', '.join(self.adapters)}.")

@@ -90,7 +90,7 @@ _FEW_IDS = 65_536
 
 def id_batches(config: ModelConfig, spec: TensorSpec, lengths: Sequence[int], pad_id: int | None) -> Sequence[range]:
     """
-    Return the places of the sequences of token ids, of these *lengths*, that share a request.
+    Return which sequences of token ids, of these *lengths*, share a request, as ranges of their indices.
 
     They are as many as the model batches: one where sequences can be of any length and not be padded. A batch ends
     before most of it would be padding, so that one long sequence among many short ones does not take gigabytes.

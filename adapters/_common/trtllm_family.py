@@ -271,7 +271,7 @@ def stop_request(engine: ModelConfig, generation_id: str) -> InferRequest | None
     )
 
 
-def newest(response: InferResponse, *, count: int, total: int) -> Sequence[float]:
+def newest_logprobs(response: InferResponse, *, count: int, total: int) -> Sequence[float]:
     """
     Return the log probabilities of the *count* new tokens, of *total* so far, that *response* has.
 

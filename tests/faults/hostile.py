@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from bench.forms import FORM_TYPE, form_with_file
 from tests import described
 from tests.clients.service import serving, steered, until
 from tests.faults import probed
@@ -201,13 +202,8 @@ class Hostile:
 
     def _upload(self, content: bytes, purpose: str, name: str) -> str:
         """Upload a file and return its id."""
-        head = 'Content-Disposition: form-data; name="{}"{}\r\n\r\n{}'
-        parts = [
-            head.format("purpose", "", purpose).encode(),
-            head.format("file", f'; filename="{name}"', "").encode() + content,
-        ]
-        body = b"".join(b"--limit\r\n" + part + b"\r\n" for part in parts) + b"--limit--\r\n"
-        headers = {"Content-Type": "multipart/form-data; boundary=limit", "Authorization": f"Bearer {KEYS[0]}"}
+        body = form_with_file({"purpose": purpose}, content, name)
+        headers = {"Content-Type": FORM_TYPE, "Authorization": f"Bearer {KEYS[0]}"}
         answer = self._service.send("POST", "/v1/files", body, headers)
         assert answer.status == 200, answer.body
         return str(answer.json["id"])

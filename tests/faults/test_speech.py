@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.forms import FORM_TYPE, form_with_file
 from tests.clients.service import until
 from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, watched
 from tests.speech import RATE, SENTENCE, encoded, muxed, speak, wav
@@ -19,7 +20,6 @@ from tests.triton_fixture import embedded, shared
 from triton_openai.demo.record import Record
 
 PATH = "/v1/audio/transcriptions"
-_BOUNDARY = "7b3"
 _SETTINGS = {
     "audio": {"parallel_chunks": 2},
     "models": {
@@ -64,16 +64,13 @@ def service(
 
 def form(content: bytes, **fields: str) -> bytes:
     """Return a form with a file."""
-    parts = [f'name="{name}"\r\n\r\n{value}\r\n' for name, value in {"model": "parakeet", **fields}.items()]
-    head = "".join(f"--{_BOUNDARY}\r\nContent-Disposition: form-data; {part}" for part in parts)
-    head += f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
-    return head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
+    return form_with_file({"model": "parakeet", **fields}, content, "a.wav")
 
 
 def request(service: Watched, content: bytes, **fields: str) -> socket.socket:
     """Return a connection over which *content*, the whole of a form or its beginning, was sent."""
     body = form(content, **fields)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary={_BOUNDARY}\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM_TYPE}\r\n"
     connection = socket.create_connection(("127.0.0.1", service.port), 60)
     connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     return connection
@@ -113,8 +110,7 @@ def test_a_client_that_leaves_in_mid_upload(hearing: Own, service: Watched) -> N
         for share in (0.1, 0.5, 0.99):
             body = form(minutes())
             connection = socket.create_connection(("127.0.0.1", service.port), 60)
-            kind = f"multipart/form-data; boundary={_BOUNDARY}"
-            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM_TYPE}\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: int(len(body) * share)])
             connection.close()
     assert before == heard(hearing)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from aiohttp import FormData
 
+from bench.words import TWO_CITIES
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.demo import speech
@@ -27,14 +28,6 @@ pytestmark = pytest.mark.extended
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. Triton answers in plain English."
 SPOKEN = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
-TWO_CITIES = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
-    "it was the epoch of belief, it was the epoch of incredulity, it was the season of light, it was the season of "
-    "darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing "
-    "before us, we were all going direct to heaven, we were all going direct the other way. In short, the period "
-    "was so far like the present period that some of its noisiest authorities insisted on its being received, for "
-    "good or for evil, in the superlative degree of comparison only."
-)
 
 
 def word_error_rate(said: str, heard: str) -> float:

@@ -43,7 +43,7 @@ def test_an_adapter_is_found_by_its_entry_point(installed):
 def test_without_it_the_name_is_unknown():
     """Nothing of it stays when it is not installed."""
     with pytest.raises(ConfigurationError, match="There is no adapter 'counting'"):
-        registry.Registry().named("counting")
+        registry.Registry().adapter_named("counting")
 
 
 async def test_an_adapter_serves_its_models(installed):

@@ -510,6 +510,23 @@ def test_every_module_says_what_it_is() -> None:
     assert [] == [name for name, tree in _modules().items() if not ast.get_docstring(tree)]
 
 
+def test_large_modules_and_classes_say_why() -> None:
+    """No module is longer than 600 lines, and a class with more than 20 methods gives the reason in its docstring."""
+    reason = re.compile(r"(more than 20|many|more) methods|Its methods are those of")
+    found = []
+    for name, tree in _modules().items():
+        if len((ROOT / name).read_text(encoding="utf-8").splitlines()) > 600:
+            found.append(name)
+        for node in _nodes(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+            docstring = " ".join((ast.get_docstring(node) or "").split())
+            if len(methods) > 20 and not reason.search(docstring):
+                found.append(f"{name}: {node.name} has {len(methods)} methods")
+    assert [] == found
+
+
 def test_fields_are_documented_at_the_field() -> None:
     """The docstring of a class tells of none of its fields: a comment at the field does, which begins with ``#:``."""
 

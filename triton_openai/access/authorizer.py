@@ -123,7 +123,7 @@ class Authorizer:
             tenant = sha256(tenant).hex()[:16]
         return _of_tenant(key, tenant, gateway)
 
-    def named(self, name: str) -> ApiKey | None:
+    def key_named(self, name: str) -> ApiKey | None:
         """
         Return the key called *name*, or that of a tenant of the gateway; ``None`` if it is not there any more.
 
@@ -150,8 +150,8 @@ class Authorizer:
             return None
         return _of_tenant(key, tenant, gateway)
 
-    def share(self, key: ApiKey | None) -> None:
-        """Have the current request count for *key* where keys share something, see :mod:`triton_openai.shares`."""
+    def set_sharing_key(self, key: ApiKey | None) -> None:
+        """Count the current request for *key* where keys share something; see :mod:`triton_openai.shares`."""
         name = None
         if key is not None and self.several_keys:
             name = key.name
@@ -167,12 +167,12 @@ class Authorizer:
         :class:`RateLimited`, and as :meth:`authenticate`.
         """
         key = self.authenticate(headers, group)
-        self.share(key)
+        self.set_sharing_key(key)
         if key is None:
             return Entered(NO_KEY, None)
         record.key = key.name
         record.key_digest = key.digest
-        if not counted or not key.limit.any:
+        if not counted or not key.limit.limits_live_requests:
             return Entered(key, None)
         reservation = await self.admit(key)
         record.headers = {**record.headers, **reservation.headers}
@@ -211,7 +211,7 @@ class Authorizer:
         """Read the file of keys again after each change, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if await self.keys.look():
+            if await self.keys.reload():
                 self._keys_changed()
 
 

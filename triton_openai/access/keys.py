@@ -177,14 +177,14 @@ class Keys:
         self._file.check("file of API keys")
         return read_keys(self._settings)
 
-    async def look(self) -> bool:
+    async def reload(self) -> bool:
         """
         Read the file again if it has changed, and return whether other keys are in force now.
 
         An error in it is logged, and the keys stay in force.
         """
         changed = False
-        if await self._file.look(settled=True):
+        if await self._file.due_in_thread(settled=True):
             with self._file.reading():
                 self.ring = await asyncio.to_thread(self._read_again)
                 changed = True

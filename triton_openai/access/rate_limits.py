@@ -51,8 +51,8 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     audio_seconds_per_minute: _Limit | None = None
 
     @property
-    def any(self) -> bool:
-        """Whether a limit applies to every live request."""
+    def limits_live_requests(self) -> bool:
+        """Whether a limit counts every live request; those of batches and of audio do not."""
         return any((self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests))
 
 
@@ -82,7 +82,7 @@ class LimitStore(Protocol):
         ...
 
     def leave(self, name: str, tokens: int) -> None:
-        """Count a request out that was admitted, and the *tokens* that it used in. Does not block."""
+        """Record the end of an admitted request, and the *tokens* that it used. Does not block."""
         ...
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class Minute:
             self._ticks.popleft()
         return sum([count for _, count in self._ticks])
 
-    def below_in(self, limit: int, now: float) -> float:
+    def seconds_until_below(self, limit: int, now: float) -> float:
         """
         Return the seconds until there are fewer than *limit*.
 
@@ -136,7 +136,7 @@ class Account(msgspec.Struct):
     expected: int = 1
 
     def end(self, now: float, tokens: int) -> None:
-        """Count a request out that has used *tokens*."""
+        """Record the end of a request that has used *tokens*."""
         self.running -= 1
         if tokens:
             self.tokens.add(now, tokens)
@@ -177,7 +177,7 @@ def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Ref
     wait = 1.0
     for _, maximum, _, minute in spent:
         # Until every limit allows it.
-        wait = max(wait, minute.below_in(maximum, now))
+        wait = max(wait, minute.seconds_until_below(maximum, now))
     max_running = limit.concurrent_requests
     if max_running is not None and account.running >= max_running:
         text = f"'{name}' may have {max_running} requests at the same time."
@@ -202,7 +202,7 @@ def headers_of(limit: RateLimit, now: float, account: Account, refusal: Refusal 
         target = 1
         if refusal is not None or not left:
             target = maximum
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(target, now))
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.seconds_until_below(target, now))
     return headers
 
 
@@ -221,7 +221,7 @@ class RateLimits:
         pass
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request of the key *name* in, if *limit* allows it; the decision has OpenAI's headers."""
+        """Admit and count a request of the key *name*, if *limit* allows it; the decision has OpenAI's headers."""
         now = self._clock()
         if len(self._accounts) >= self._max_accounts:
             self._accounts = {key: account for key, account in self._accounts.items() if not account.idle(now)}
@@ -260,7 +260,7 @@ class Reservation:
         return taken
 
     def close(self, tokens: int) -> None:
-        """Count the request out, once, and the *tokens* that it used in."""
+        """Record the end of the request, and the *tokens* that it used; further calls have no effect."""
         if self._open:
             self._open = False
             if not self._counts_tokens:

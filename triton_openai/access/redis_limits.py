@@ -180,7 +180,7 @@ class RedisLimits:
         self._returning: asyncio.Task[None] | None = None
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request in. Raises :class:`ServiceOverloaded` where Redis is away and the service is *closed*."""
+        """Admit a request. Raises :class:`ServiceOverloaded` where Redis is away and the service is *closed*."""
         decision = None
         if not self._away:
             admission = _Admission(name, limit, secrets.token_hex(8), asyncio.get_running_loop().create_future())
@@ -217,7 +217,7 @@ class RedisLimits:
         self._send_soon()
 
     async def close(self) -> None:
-        """Count the requests out that have ended, and close the connections."""
+        """Record the ends of requests that Redis does not have yet, and close the connections."""
         for task in (self._renewing, self._returning):
             if task is not None:
                 await cancel(task)

@@ -28,7 +28,7 @@ from triton_openai.models.lookup import Models
 from triton_openai.models.overview import EndpointLine, ModelLine, endpoint_lines, features_of, model_lines
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Reply, Whole
-from triton_openai.telemetry.exposition import Figures
+from triton_openai.telemetry.exposition import ServiceLoad
 from triton_openai.telemetry.request_record import RequestRecord
 from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.route import Route
@@ -383,7 +383,7 @@ class Status(msgspec.Struct, kw_only=True):
     triton_answers: bool
     models: Sequence[ModelLine]
     endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
-    figures: Figures | msgspec.UnsetType = msgspec.UNSET
+    figures: ServiceLoad | msgspec.UnsetType = msgspec.UNSET
 
 
 async def status(service: Service, call: Call[None]) -> Reply:
@@ -408,7 +408,7 @@ async def status(service: Service, call: Call[None]) -> Reply:
     with contextlib.suppress(ServiceError):
         service.authorizer.restrictions.check("metrics", call.headers)
         key.check_opens_everything()
-        answer.figures = await asyncio.to_thread(service.exposition.figures)
+        answer.figures = await asyncio.to_thread(service.exposition.service_load)
         answer.endpoints = endpoint_lines(models) or msgspec.UNSET
     return whole(answer, headers=_NO_STORE)
 

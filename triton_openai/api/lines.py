@@ -188,7 +188,7 @@ class LineHost:
         lost a right that the lines need.
         """
         authorizer = self._service.authorizer
-        key = authorizer.named(batch.owner)
+        key = authorizer.key_named(batch.owner)
         if key is None:
             raise errors.InvalidApiKey("The API key of the batch was removed.", code="key_revoked")
         key.check_may_batch()
@@ -202,7 +202,7 @@ class LineHost:
 
     async def admit(self, owner: str) -> Reservation | None:
         authorizer = self._service.authorizer
-        key = authorizer.named(owner)
+        key = authorizer.key_named(owner)
         if key is None:
             # Its lines end with this error.
             return None
@@ -210,7 +210,7 @@ class LineHost:
         if tokens is not None:
             limit = RateLimit(tokens_per_minute=tokens)
             return await authorizer.admit(msgspec.structs.replace(key, name=_POOL + owner, limit=limit))
-        if key.limit.any:
+        if key.limit.limits_live_requests:
             return await authorizer.admit(key)
         return None
 
@@ -229,7 +229,7 @@ class LineHost:
         async def work() -> Outcome:
             key = self._key(batch)
             record.key_digest = key.digest
-            service.authorizer.share(key)
+            service.authorizer.set_sharing_key(key)
             request = await decode_json(body, operation, record, service.settings)
             reply = await operation.function(service, Call(operation, request, key, record, NoStream()))
             assert isinstance(reply, Whole), "the answer of a line is whole"

@@ -121,7 +121,7 @@ class BatchLifecycle:
         if problem is not None:
             life.problems = [problem]
             return
-        await self._store.lines.clear(batch)
+        await self._store.lines.end_parts(batch)
         await self._store.lines.delete(batch.id, batch.generation)
         make = partial(
             InputReader,

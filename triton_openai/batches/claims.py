@@ -200,7 +200,7 @@ class Claims:
                 await self._leases.expire_leases(holder)
                 # Last: a process that finds no lock has to wait until the leases expire.
                 await on_disk(self._files.locks.unlock, holder)
-        ended = await self._leases.end_parts(now)
+        ended = await self._leases.end_expired_parts(now)
         for part, ran in ended.items():
             if ran:
                 _log.warning("lines quarantined after the end of a process or Triton", batch=part.batch, lines=ran)

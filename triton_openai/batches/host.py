@@ -24,7 +24,11 @@ class Outcome(NamedTuple):
 
 
 class Host(Protocol):
-    """The service that answers the lines. It is a protocol because the operations of the API are above batches."""
+    """
+    The service that answers the lines. It is a protocol because the operations of the API are above batches.
+
+    It has more than 20 methods because it is all that batches need of the service.
+    """
 
     @property
     def settings(self) -> BatchesSettings:

@@ -51,7 +51,7 @@ class Slots:
                     total=total,
                 )
         for target in self._taken.keys() - wanted:
-            await self._table.leave(self._holder, self._host.slots_of(target))
+            await self._table.release(self._holder, self._host.slots_of(target))
             del self._taken[target]
             del self._looked_at[target]
         self._limits.slots = self._taken

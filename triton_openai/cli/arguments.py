@@ -18,7 +18,7 @@ from triton_openai.cli.aliases import ENGINE_ADVICE
 from triton_openai.cli.batch import BATCH
 from triton_openai.cli.bench import BENCH
 from triton_openai.cli.chat import CHAT
-from triton_openai.cli.completion import Completed, add_completion_options, script
+from triton_openai.cli.completion import CompletableCommand, add_completion_options, script
 from triton_openai.cli.model_repository import COMMAND, PURPOSE
 from triton_openai.cli.model_repository import build_parser as model_repository_parser
 from triton_openai.cli.parser import CommandParser, OwnCommand
@@ -59,7 +59,7 @@ def _complete(options: Mapping[str, Any]) -> int:
     """Print the script that completes commands and options in the shell of *options*."""
     _, commands = build_parsers(everything=True)
     parsers = {**commands, COMMAND: model_repository_parser()}
-    print(script(options["shell"], [Completed.of(name, parser) for name, parser in parsers.items()]), end="")
+    print(script(options["shell"], [CompletableCommand.of(name, parser) for name, parser in parsers.items()]), end="")
     return 0
 
 

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from triton_openai.cli.endpoint import Endpoint, add_options, endpoint_of
-from triton_openai.cli.parser import CommandParser, OwnCommand
+from triton_openai.cli.parser import CommandParser, OwnCommand, count, seconds
 from triton_openai.cli.terminal import table
-from triton_openai.cli.values import count, seconds
 from triton_openai.errors import ConfigurationError, ServiceError, printable
 from triton_openai.load.events import EventReader
 from triton_openai.load.streams import Target, run_streams

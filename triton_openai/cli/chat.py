@@ -13,9 +13,8 @@ from typing import Any, TextIO
 import aiohttp
 
 from triton_openai.cli.endpoint import Endpoint, add_options, endpoint_of
-from triton_openai.cli.parser import CommandParser, OwnCommand
+from triton_openai.cli.parser import CommandParser, OwnCommand, count, number
 from triton_openai.cli.terminal import shows_colours
-from triton_openai.cli.values import count, number
 from triton_openai.config.files import state_folder
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.load.events import MAX_LINE_BYTES, Piece, error_of_body, read_event
@@ -180,7 +179,7 @@ class Chat:
         try:
             async with self.endpoint.post(self._session, "chat/completions", body) as response:
                 if response.status != 200:
-                    raise self.endpoint.refused(response.status, await response.read())
+                    raise self.endpoint.refusal_error(response.status, await response.read())
                 if response.content_type == "application/json":
                     raise ValueError(f"it is no stream but: {error_of_body(await response.read())}")
                 async for line in _lines(response.content):
@@ -192,7 +191,7 @@ class Chat:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if answer.text:
                 raise ServiceError(f"The answer is cut off: {str(error) or type(error).__name__}.") from error
-            raise self.endpoint.unreachable(error) from error
+            raise self.endpoint.unreachable_error(error) from error
 
     def forget(self) -> None:
         """Begin a new conversation."""

@@ -39,7 +39,7 @@ def check(settings: Settings, source: Source, *, strict: bool) -> int:
 
     Return 0 if a service could start, 2 if it could not, and 1 if there are warnings and the check is *strict*.
     """
-    findings = checked(settings, source)
+    findings = all_findings(settings, source)
     print("\n".join(table(["CHECK", "RESULT", "DETAILS"], [_row(finding) for finding in findings])))
     wrong = [finding for finding in findings if not finding.works]
     if wrong:
@@ -59,7 +59,7 @@ def _row(finding: Finding) -> Sequence[str]:
     return (finding.subject, "wrong", "see below")
 
 
-def checked(settings: Settings, source: Source) -> Sequence[Finding]:
+def all_findings(settings: Settings, source: Source) -> Sequence[Finding]:
     """Return the result of every check of *settings*, which came from *source*."""
 
     def of_settings() -> str:

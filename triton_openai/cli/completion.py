@@ -32,7 +32,7 @@ class Flag(msgspec.Struct, frozen=True):
     takes_file: bool = False
 
 
-class Completed(msgspec.Struct, frozen=True):
+class CompletableCommand(msgspec.Struct, frozen=True):
     """One command, as a shell completes it."""
 
     name: str
@@ -42,7 +42,7 @@ class Completed(msgspec.Struct, frozen=True):
     words: Sequence[str] = ()
 
     @classmethod
-    def of(cls, name: str, parser: CommandParser) -> Completed:
+    def of(cls, name: str, parser: CommandParser) -> CompletableCommand:
         """Return the command *name* with the options of its *parser*."""
         flags = []
         words: list[str] = []
@@ -76,13 +76,13 @@ def add_completion_options(parser: CommandParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
-def script(shell: str, commands: Sequence[Completed]) -> str:
+def script(shell: str, commands: Sequence[CompletableCommand]) -> str:
     """Return the script for *shell*, one of :data:`SHELLS`."""
     writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     return "\n".join(writers[shell](commands)) + "\n"
 
 
-def _bash(commands: Sequence[Completed]) -> list[str]:
+def _bash(commands: Sequence[CompletableCommand]) -> list[str]:
     """Return a function for bash 3.2 and newer, without the package bash-completion."""
     names = " ".join([*(command.name for command in commands), "--help", "--version"])
     lines = [
@@ -118,7 +118,7 @@ def _bash(commands: Sequence[Completed]) -> list[str]:
     return lines
 
 
-def _zsh(commands: Sequence[Completed]) -> list[str]:
+def _zsh(commands: Sequence[CompletableCommand]) -> list[str]:
     """Return a function for zsh's own completion, for a file on ``fpath`` as for ``eval``."""
     lines = [f"#compdef {_PROGRAM}", "_triton_openai() {", "    local -a commands", "    commands=("]
     lines += [f"        {_quoted(f'{command.name}:{command.help}')}" for command in commands]
@@ -165,7 +165,7 @@ def _zsh_flag(flag: Flag) -> str:
     return f"*{flag.name}=[{text}]: : "
 
 
-def _fish(commands: Sequence[Completed]) -> list[str]:
+def _fish(commands: Sequence[CompletableCommand]) -> list[str]:
     """Return commands for fish."""
     begin = f"complete -c {_PROGRAM}"
     lines = [f"{begin} -f"]

@@ -84,9 +84,9 @@ class Endpoint(msgspec.Struct, frozen=True):
             async with session.get(f"{self.url}/models", timeout=timeout) as response:
                 body = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable_error(error) from error
         if response.status != 200:
-            raise self.refused(response.status, body)
+            raise self.refusal_error(response.status, body)
         try:
             listed = msgspec.json.decode(body, type=_Models).data
         except msgspec.MsgspecError as error:
@@ -96,12 +96,12 @@ class Endpoint(msgspec.Struct, frozen=True):
             listed = [model for model in listed if model.architecture is not None]
         return [model.id for model in listed[:_MAX_NAMES]]
 
-    def unreachable(self, error: BaseException) -> ServiceError:
+    def unreachable_error(self, error: BaseException) -> ServiceError:
         """Return the error for a request that got no answer because of *error*."""
         advice = "Is a service running there? Name another with --url."
         return ServiceError(f"{self.url} cannot be asked: {connection_reason(error)}. {advice}")
 
-    def refused(self, status: int, body: bytes) -> ServiceError:
+    def refusal_error(self, status: int, body: bytes) -> ServiceError:
         """Return the error for an answer with *status* and *body*."""
         message = error_of_body(body).rstrip(".") or "no reason"
         advice = ""

@@ -179,7 +179,7 @@ async def report(models: Models) -> list[ModelReport]:
 
 async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelReport:
     """Report on the model that is served under *names*."""
-    model = await list(names.values())[-1].settled()
+    model = await list(names.values())[-1].with_fallback()
     await model.check()
     capabilities = model.adapter.capabilities
     details: dict[str, Any] = {"images": "none"}

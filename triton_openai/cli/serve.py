@@ -70,7 +70,7 @@ class Stop:
         #: Whether load balancers get time to notice. A Ctrl-C needs no such wait.
         self.notice = False
 
-    def ask(self, why: str, *, notice: bool) -> None:
+    def begin(self, why: str, *, notice: bool) -> None:
         """Begin to stop, unless that has begun."""
         if not self.asked.is_set():
             self.notice = notice
@@ -148,7 +148,7 @@ def stopped_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
 
     def handle(number: signal.Signals) -> None:
         if not stop.asked.is_set():
-            stop.ask(number.name, notice=number == signal.SIGTERM)
+            stop.begin(number.name, notice=number == signal.SIGTERM)
         elif insist and not stop.hurried.is_set():
             stop.hurry()
         elif insist and main is not None:

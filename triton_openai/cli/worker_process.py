@@ -103,7 +103,7 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
             channel.notify("heartbeat")
 
     def end(notice: bool) -> None:
-        stop.ask("the parent process asks for it", notice=notice)
+        stop.begin("the parent process asks for it", notice=notice)
 
     channel.methods |= {"apply_settings": take, "banner": make_banner, "end": end, "hurry": stop.hurry}
     channel.notify("listening")
@@ -112,7 +112,7 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
         await channel.run()
     finally:
         heartbeats.cancel()
-    stop.ask("the parent process is gone", notice=False)
+    stop.begin("the parent process is gone", notice=False)
 
 
 if __name__ == "__main__":

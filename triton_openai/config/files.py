@@ -61,7 +61,7 @@ class FileWatch:
         self._reason = None
         return True
 
-    async def look(self, *, settled: bool) -> bool:
+    async def due_in_thread(self, *, settled: bool) -> bool:
         """Call :meth:`due` in a thread if there are files: their disk may be slow."""
         if self.paths:
             return await asyncio.to_thread(self.due, settled=settled)

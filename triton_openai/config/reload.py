@@ -124,7 +124,7 @@ class Reloader:
             await wait_any(self._requested, timeout=LOOK_SECONDS)
             reload = self._requested.is_set()
             self._requested.clear()
-            if await self._source.watch.look(settled=not reload) or reload:
+            if await self._source.watch.due_in_thread(settled=not reload) or reload:
                 await self._reload(reload=reload)
 
     async def _reload(self, *, reload: bool) -> None:

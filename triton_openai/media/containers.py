@@ -74,7 +74,7 @@ _ADTS_SYNC = 0xFFF
 
 
 class Part(io.RawIOBase):
-    """A file that is a part of *data*, behind a *head* that takes the place of its own. It is no copy."""
+    """A file that is a part of *data*, behind a *head* that stands for its own. It is no copy."""
 
     def __init__(self, data: bytes, start: int = 0, end: int | None = None, head: bytes = b"") -> None:
         super().__init__()
@@ -132,41 +132,41 @@ class Content(msgspec.Struct, frozen=True):
 def content_of(data: bytes) -> Content:
     """Return the audio of a file. Raises ``ValueError`` for too many recordings in a row."""
     start = _behind_tags(data)
-    for place in (start, _behind_zeros(data, start)):
-        known = _known(data, place)
+    for offset in (start, _behind_zeros(data, start)):
+        known = _known(data, offset)
         if known is not None:
             return known
     for match in islice(_SYNC.finditer(data, start, start + _SEARCHED), _MAX_POSITIONS):
-        place = match.start()
-        if _repeats(data, place, _mpeg_frame):
-            return _mpeg_audio(data, place)
-        if _repeats(data, place, _adts_frame):
-            return Content("aac", [Part(data, place)])
+        offset = match.start()
+        if _repeats(data, offset, _mpeg_frame):
+            return _mpeg_audio(data, offset)
+        if _repeats(data, offset, _adts_frame):
+            return Content("aac", [Part(data, offset)])
     return Content("unknown", [Part(data, start)])
 
 
-def _known(data: bytes, place: int) -> Content | None:
-    """Return the audio of a file whose first bytes, at *place*, show its container; ``None`` if they do not."""
-    if _NATIVE.match(data, place):
-        return Content("native", [_with_sizes(data, place)])
-    if data.startswith(b"OggS", place):
-        return Content("ogg", _links(data, place))
-    if data[place + 4 : place + 8] == b"ftyp":
-        return Content("mov", [Part(data, place)])
-    if data.startswith(b"\x1aE\xdf\xa3", place):
-        return Content("matroska", [Part(data, place)])
-    if _PROBED.match(data, place):
-        return Content("probed", [Part(data, place)])
+def _known(data: bytes, offset: int) -> Content | None:
+    """Return the audio of a file whose first bytes, at *offset*, show its container; ``None`` if they do not."""
+    if _NATIVE.match(data, offset):
+        return Content("native", [_with_sizes(data, offset)])
+    if data.startswith(b"OggS", offset):
+        return Content("ogg", _links(data, offset))
+    if data[offset + 4 : offset + 8] == b"ftyp":
+        return Content("mov", [Part(data, offset)])
+    if data.startswith(b"\x1aE\xdf\xa3", offset):
+        return Content("matroska", [Part(data, offset)])
+    if _PROBED.match(data, offset):
+        return Content("probed", [Part(data, offset)])
     return None
 
 
-def _behind_zeros(data: bytes, place: int) -> int:
-    """Return the position of the first byte from *place* on that is not 0, *place* if there is none."""
-    for start in range(place, len(data), _SLICE):
+def _behind_zeros(data: bytes, offset: int) -> int:
+    """Return the offset of the first byte from *offset* on that is not 0, *offset* if there is none."""
+    for start in range(offset, len(data), _SLICE):
         rest = data[start : start + _SLICE].lstrip(b"\0")
         if rest:
             return min(len(data), start + _SLICE) - len(rest)
-    return place
+    return offset
 
 
 def _behind_tags(data: bytes) -> int:
@@ -199,19 +199,19 @@ def _with_sizes(data: bytes, start: int) -> Part:
         return Part(data, start)
     form = b""
     size = 0
-    place = start + _RIFF_HEAD
+    offset = start + _RIFF_HEAD
     name = b""
     for _ in range(_MAX_CHUNKS):
-        name = data[place : place + 4]
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        if name == b"data" or place + _CHUNK_HEAD > len(data):
+        name = data[offset : offset + 4]
+        size = int.from_bytes(data[offset + 4 : offset + 8], "little")
+        if name == b"data" or offset + _CHUNK_HEAD > len(data):
             break
         if name == b"fmt ":
-            form = data[place : place + _CHUNK_HEAD + size + size % 2]
-        place += _CHUNK_HEAD + size + size % 2
-    if name != b"data" or place + _CHUNK_HEAD > len(data):
+            form = data[offset : offset + _CHUNK_HEAD + size + size % 2]
+        offset += _CHUNK_HEAD + size + size % 2
+    if name != b"data" or offset + _CHUNK_HEAD > len(data):
         return Part(data, start)
-    body = place + _CHUNK_HEAD
+    body = offset + _CHUNK_HEAD
     left = len(data) - body
     if data.startswith(b"RF64", start):
         size = int.from_bytes(data[start + 28 : start + 36], "little")
@@ -225,29 +225,29 @@ def _with_sizes(data: bytes, start: int) -> Part:
     return Part(data, body, head=riff + form + b"data" + left.to_bytes(4, "little"))
 
 
-def _are_chunks(data: bytes, place: int) -> bool:
-    """Return whether only chunks of a RIFF file follow at *place*: then the one with the samples is really empty."""
+def _are_chunks(data: bytes, offset: int) -> bool:
+    """Return whether only chunks of a RIFF file follow at *offset*: then the one with the samples is really empty."""
     for _ in range(_MAX_CHUNKS):
-        if place + _CHUNK_HEAD > len(data):
+        if offset + _CHUNK_HEAD > len(data):
             break
-        name = data[place : place + 4]
+        name = data[offset : offset + 4]
         if not (name.isascii() and name.decode("ascii").isprintable()):
             return False
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        place += _CHUNK_HEAD + size + size % 2
-    return len(data) <= place <= len(data) + 1
+        size = int.from_bytes(data[offset + 4 : offset + 8], "little")
+        offset += _CHUNK_HEAD + size + size % 2
+    return len(data) <= offset <= len(data) + 1
 
 
 def _links(data: bytes, start: int) -> Sequence[Part]:
     """Return the streams of a file of Ogg that follow each other. Raises ``ValueError`` if they are too many."""
     starts = [start]
-    place = start
-    while (page := _OGG_PAGE.search(data, place)) is not None:
+    offset = start
+    while (page := _OGG_PAGE.search(data, offset)) is not None:
         match = _OGG_START.search(data, page.end())
         if match is None:
             break
-        place = match.start()
-        starts.append(place)
+        offset = match.start()
+        starts.append(offset)
         if len(starts) > _MAX_LINKS:
             raise ValueError("The file has too many recordings in a row.")
     return [Part(data, *bounds) for bounds in zip(starts, [*starts[1:], len(data)], strict=True)]
@@ -263,25 +263,25 @@ class _Frame(msgspec.Struct, frozen=True):
 _FrameReader: TypeAlias = Callable[[bytes, int], _Frame | None]
 
 
-def _repeats(data: bytes, place: int, read: _FrameReader) -> bool:
-    """Return whether frames of the same kind follow each other at *place*, up to the end of a short file."""
-    first = read(data, place)
+def _repeats(data: bytes, offset: int, read: _FrameReader) -> bool:
+    """Return whether frames of the same kind follow each other at *offset*, up to the end of a short file."""
+    first = read(data, offset)
     if first is None:
         return False
-    place += first.length
+    offset += first.length
     for _ in range(_FRAMES - 1):
-        if place >= len(data) - 4:
-            return place <= len(data)
-        frame = read(data, place)
+        if offset >= len(data) - 4:
+            return offset <= len(data)
+        frame = read(data, offset)
         if frame is None or frame.kind != first.kind:
             return False
-        place += frame.length
+        offset += frame.length
     return True
 
 
-def _mpeg_frame(data: bytes, place: int) -> _Frame | None:
-    """Return the frame of MPEG audio (layers I to III) at *place*, if there is one."""
-    head = int.from_bytes(data[place : place + 4], "big")
+def _mpeg_frame(data: bytes, offset: int) -> _Frame | None:
+    """Return the frame of MPEG audio (layers I to III) at *offset*, if there is one."""
+    head = int.from_bytes(data[offset : offset + 4], "big")
     version = {0: 2.5, 2: 2, 3: 1}.get(head >> 19 & 3)
     layer = 4 - (head >> 17 & 3)
     bit_rate = head >> 12 & 15
@@ -300,31 +300,31 @@ def _mpeg_frame(data: bytes, place: int) -> _Frame | None:
     return _Frame(length, (version, layer, samples_a_second))
 
 
-def _mpeg_audio(data: bytes, place: int) -> Content:
+def _mpeg_audio(data: bytes, offset: int) -> Content:
     """
-    Return MPEG audio that begins at *place*, with a number of frames that no file of its size exceeds.
+    Return MPEG audio that begins at *offset*, with a number of frames that no file of its size exceeds.
 
     libsndfile stops at the number of frames that the first one says (Xing, Info), or that it guesses by the first one.
     Both lose audio: of files that were joined, and of those with a varying bit rate.
     """
-    frame = _mpeg_frame(data, place)
+    frame = _mpeg_frame(data, offset)
     assert frame is not None, "there is one"
     version, layer, _ = frame.kind
     if layer != 3:
-        return Content("native", [Part(data, place)])
+        return Content("native", [Part(data, offset)])
     samples = _SAMPLES_OF_FRAME
     if version != 1:
         samples //= 2
-    first = bytearray(data[place : place + frame.length])
+    first = bytearray(data[offset : offset + frame.length])
     tag = _FRAME_COUNT.search(first)
     many = (len(data) // _MIN_FRAME).to_bytes(4, "big")
     if tag is not None:
         at = tag.end()
         count = int.from_bytes(first[at : at + 4], "big")
-        if first[at - 1] & _SIZE_FOLLOWS and _is_all(data, place, int.from_bytes(first[at + 4 : at + 8], "big")):
-            return Content("native", [Part(data, place)], count * samples)
+        if first[at - 1] & _SIZE_FOLLOWS and _is_all(data, offset, int.from_bytes(first[at + 4 : at + 8], "big")):
+            return Content("native", [Part(data, offset)], count * samples)
         first[at : at + 4] = many
-        return Content("native", [Part(data, place + frame.length, head=bytes(first))], count * samples)
+        return Content("native", [Part(data, offset + frame.length, head=bytes(first))], count * samples)
     # Version, layer and rate as they are, without a checksum, and with a bit rate that makes room for the tag.
     head = bytes((first[0], first[1] | 1, 0x90 | first[2] & 0x0C, first[3]))
     made = _mpeg_frame(head, 0)
@@ -332,19 +332,19 @@ def _mpeg_audio(data: bytes, place: int) -> Content:
     mono = first[3] >> 6 == 3
     side = _SIDE_INFORMATION[version == 1, mono]
     body = bytes(side) + b"Xing" + (1).to_bytes(4, "big") + many
-    return Content("native", [Part(data, place, head=(head + body).ljust(made.length, b"\0"))])
+    return Content("native", [Part(data, offset, head=(head + body).ljust(made.length, b"\0"))])
 
 
-def _is_all(data: bytes, place: int, size: int) -> bool:
+def _is_all(data: bytes, offset: int, size: int) -> bool:
     """Return whether *size* bytes, as the encoder says of its MP3 file, are all there is, but for tags behind them."""
-    return len(data) - place <= size + _MAX_TRAILER
+    return len(data) - offset <= size + _MAX_TRAILER
 
 
-def _adts_frame(data: bytes, place: int) -> _Frame | None:
-    """Return the frame of AAC at *place*, if there is one."""
-    head = int.from_bytes(data[place : place + 7], "big")
+def _adts_frame(data: bytes, offset: int) -> _Frame | None:
+    """Return the frame of AAC at *offset*, if there is one."""
+    head = int.from_bytes(data[offset : offset + 7], "big")
     length = head >> 13 & 0x1FFF
-    if len(data) < place + 7 or head >> 44 != _ADTS_SYNC or head >> 41 & 3 or length < 7:
+    if len(data) < offset + 7 or head >> 44 != _ADTS_SYNC or head >> 41 & 3 or length < 7:
         return None
     # Version, profile, rate and channels.
     return _Frame(length, (head >> 43 & 1, head >> 34 & 0x3F, head >> 30 & 7))

@@ -14,10 +14,10 @@ import msgspec
 
 from triton_openai.media.voice_activity import Pauses, Samples, SpeechStarted, VoiceActivity
 
-# Seconds of the frames by which a quiet place is found, and of the average that smooths them.
+# Seconds of the frames whose levels show where it is quiet, and of the average that smooths them.
 _FRAME_SECONDS = 0.01
 _SMOOTHED_SECONDS = 0.1
-# Decibels by which a place may be louder for each second that it is nearer to where the cut should be.
+# Decibels by which a frame may be louder for each second that it is nearer to where the cut should be.
 _DECIBELS_A_SECOND = 2.0
 # What is so many decibels below the loudest speech is as quiet as silence.
 _QUIET_DECIBELS = 45.0
@@ -48,7 +48,7 @@ class Cutter:
     """
     Cuts samples that come piece by piece into chunks of at most *max_chunk_seconds*.
 
-    With *pauses*, only speech becomes chunks. A chunk that is too long is cut at the quietest place of its second half.
+    With *pauses*, only speech becomes chunks. A chunk that is too long is cut at the quietest point of its second half.
     """
 
     def __init__(self, rate: int, max_chunk_seconds: float, pauses: Pauses | None) -> None:
@@ -98,7 +98,7 @@ class Cutter:
         """Yield chunks as long as there is more than one may have up to the position *end*."""
         while self._begin is not None and end - self._begin > self._max_frames:
             begin = self._begin
-            cut = begin + quiet_place(self._samples.between(begin, begin + self._max_frames), self.rate)
+            cut = begin + quietest_point(self._samples.between(begin, begin + self._max_frames), self.rate)
             yield self._take(begin, cut)
             self._begin = cut
 
@@ -139,7 +139,7 @@ class Windows:
         begin = self._samples.begin
         size = len(self._samples)
         if size > self._max_frames:
-            size = quiet_place(self._samples.between(begin, begin + self._max_frames), self._rate)
+            size = quietest_point(self._samples.between(begin, begin + self._max_frames), self._rate)
         return chunk_of(self._samples.between(begin, begin + size), begin, self._rate)
 
     def go_on(self, seconds: float) -> None:
@@ -218,11 +218,11 @@ def halves(chunk: Chunk, rate: int) -> tuple[Chunk, Chunk]:
     samples = np.frombuffer(chunk.samples, "<f4")
     begin = round(chunk.start * rate)
     quarter = len(samples) // 4
-    cut = quarter + quiet_place(samples[quarter : 3 * quarter], rate, middle=True)
+    cut = quarter + quietest_point(samples[quarter : 3 * quarter], rate, middle=True)
     return (chunk_of(samples[:cut], begin, rate), chunk_of(samples[cut:], begin + cut, rate))
 
 
-def quiet_place(samples: Samples, rate: int, *, middle: bool = False) -> int:
+def quietest_point(samples: Samples, rate: int, *, middle: bool = False) -> int:
     """
     Return where to cut *samples*: in a pause of their second half, or with *middle* in one near their middle.
 
@@ -244,26 +244,26 @@ def quiet_place(samples: Samples, rate: int, *, middle: bool = False) -> int:
     totals = np.concatenate(([0.0], np.cumsum(energies)))
     smoothed = _decibels((totals[width:] - totals[:-width]) / width)
     quiet = smoothed.max() - _QUIET_DECIBELS
-    best_place = len(smoothed) - 1
+    best_frame = len(smoothed) - 1
     if middle:
-        best_place = len(smoothed) // 2
-    distances = np.abs(np.arange(len(smoothed)) - best_place) * _FRAME_SECONDS
+        best_frame = len(smoothed) // 2
+    distances = np.abs(np.arange(len(smoothed)) - best_frame) * _FRAME_SECONDS
     chosen = int(np.argmin(np.maximum(smoothed, quiet) + distances * _DECIBELS_A_SECOND))
     # A pause that is shorter than the average is somewhere in it.
     levels = np.maximum(_decibels(energies), quiet)
-    place = chosen + int(np.argmin(levels[chosen : chosen + width]))
-    return first + _middle_of_pause(levels, place) * frame // 2
+    frame_number = chosen + int(np.argmin(levels[chosen : chosen + width]))
+    return first + _middle_of_pause(levels, frame_number) * frame // 2
 
 
-def _middle_of_pause(levels: Any, place: int) -> int:
-    """Return twice the frame in the middle of the pause that the frame *place* is in, by the *levels* of frames."""
+def _middle_of_pause(levels: Any, frame_number: int) -> int:
+    """Return twice the frame in the middle of the pause around frame *frame_number*, by the *levels* of frames."""
     reach = round(_PAUSE_SECONDS / _FRAME_SECONDS)
-    limit = levels[place] + _PAUSE_DECIBELS
-    first = place
-    while first > max(0, place - reach) and levels[first - 1] <= limit:
+    limit = levels[frame_number] + _PAUSE_DECIBELS
+    first = frame_number
+    while first > max(0, frame_number - reach) and levels[first - 1] <= limit:
         first -= 1
-    last = place
-    while last < min(len(levels) - 1, place + reach) and levels[last + 1] <= limit:
+    last = frame_number
+    while last < min(len(levels) - 1, frame_number + reach) and levels[last + 1] <= limit:
         last += 1
     return first + last + 1
 

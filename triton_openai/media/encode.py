@@ -113,7 +113,7 @@ class _Sink(io.RawIOBase):
         self._new = bytearray()
         # The bytes that were taken, and the position of the next write.
         self._taken = 0
-        self._place = 0
+        self._position = 0
 
     def writable(self) -> bool:
         return True
@@ -122,21 +122,21 @@ class _Sink(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._taken + len(self._new)}[whence]
-        self._place = base + offset
-        return self._place
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._taken + len(self._new)}[whence]
+        self._position = base + offset
+        return self._position
 
     def write(self, data: Any) -> int:
         written = bytes(data)
         # Bytes that were taken are not changed any more.
-        late = max(0, self._taken - self._place)
-        start = max(0, self._place - self._taken)
+        late = max(0, self._taken - self._position)
+        start = max(0, self._position - self._taken)
         kept = written[late:]
         self._new[start : start + len(kept)] = kept
-        self._place += len(written)
+        self._position += len(written)
         return len(written)
 
     @property

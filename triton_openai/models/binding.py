@@ -39,7 +39,7 @@ class Binder:
         self._registry = Registry()
         self._files = partial(_read_file, settings.triton.readable_repositories)
 
-    def bind_all(self, name: str, snapshot: Snapshot, *, over_grpc: bool = False) -> ServedModel | Unserved:
+    def bind_with_variants(self, name: str, snapshot: Snapshot, *, over_grpc: bool = False) -> ServedModel | Unserved:
         """
         Return the model *name* of *snapshot*, with its variants on other Tritons. Blocks: it reads files.
 
@@ -79,7 +79,7 @@ class Binder:
             if settings.adapter is None:
                 claim = registry.claim(config)
             else:
-                claim = registry.named(settings.adapter)
+                claim = registry.adapter_named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config), settings=suggested_settings(config, registry))
             mapping = _mapping(settings)

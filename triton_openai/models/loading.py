@@ -27,7 +27,7 @@ LOAD_SECONDS = 60.0
 
 class CheckFailure(msgspec.Struct, frozen=True):
     """
-    Why requests to a model would fail: the event for the log, the reason with its remedy, and the places searched.
+    Why requests to a model would fail: the event for the log, the reason with its remedy, and what was searched.
     """
 
     event: str
@@ -100,7 +100,7 @@ class LazyPrompter:
         return prompter
 
     @property
-    def settled(self) -> bool:
+    def check_is_final(self) -> bool:
         """Whether another :meth:`check` would have the same result."""
         return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
 
@@ -149,7 +149,7 @@ class LazyPrompter:
 
 
 def needs_no_tokenizer(capabilities: Capabilities) -> bool:
-    """Return whether a model hears or speaks in texts, for which nothing is tokenized here."""
+    """Return whether a model takes or returns speech and texts, for which nothing is tokenized here."""
     speech = capabilities.recognition is not None or capabilities.synthesis is not None
     return speech and not capabilities.tokens
 

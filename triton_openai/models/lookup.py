@@ -48,7 +48,7 @@ class Models:
     """The table of served models by name; it follows the models of Triton."""
 
     def __init__(self, settings: Settings, fleet: Fleet, draining: ModelDraining | None = None) -> None:
-        """*draining* learns when another process of the service has changed what Triton has."""
+        """*draining* has another version once another process of the service has loaded or unloaded a model."""
         self._draining = draining or ModelDraining(Draining())
         self._version = self._draining.version
         self._binder = Binder(settings, Prompters())
@@ -164,7 +164,7 @@ class Models:
                 model = model.variant_at(self.fleet.leasing.choose(model.triton_model))
             if model.text_level is None:
                 return model
-            return await model.settled()
+            return await model.with_fallback()
         snapshot = self.fleet.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(
@@ -243,7 +243,7 @@ class Models:
         configs = snapshot.configs
         over_grpc = self.fleet.over_grpc
         every = await asyncio.to_thread(
-            lambda: [binder.bind_all(name, snapshot, over_grpc=over_grpc) for name in configs]
+            lambda: [binder.bind_with_variants(name, snapshot, over_grpc=over_grpc) for name in configs]
         )
         served = {bound.name: bound for bound in every if isinstance(bound, ServedModel)}
         unserved = [bound for bound in every if isinstance(bound, Unserved)]
@@ -302,7 +302,7 @@ async def keep_loaded(models: Models) -> None:
     while True:
         models.changed.clear()
         by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
-        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.settled])
+        await _check([model for model in by_triton_model.values() if not model.lazy_prompter.check_is_final])
         await wait_any(models.changed, timeout=_RECHECK_SECONDS)
 
 

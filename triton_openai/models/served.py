@@ -128,7 +128,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return self.lazy_prompter.problem is None
 
-    async def settled(self) -> ServedModel:
+    async def with_fallback(self) -> ServedModel:
         """Return the model, with its own adapter where the tokenizer that another one needs is unusable."""
         if self.text_level is None:
             return self

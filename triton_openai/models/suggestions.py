@@ -70,7 +70,7 @@ def suggested_settings(config: ModelConfig, registry: Registry) -> str:
 
 def _takes(registry: Registry, adapter: str, config: ModelConfig, mapping: TensorMapping) -> bool:
     try:
-        bound: Adapter = registry.named(adapter).adapter.described(config, {}, mapping)
+        bound: Adapter = registry.adapter_named(adapter).adapter.described(config, {}, mapping)
     except ServiceError:
         return False
     return bool(bound.jobs)

@@ -100,7 +100,9 @@ class Voices:
 
     def find(self, name: str | None) -> tuple[Voice | None, bool]:
         """
-        Return the voice called *name*, ``None`` for the model's own, and whether there is no other than the one.
+        Return the voice called *name*, ``None`` for the model's own, and whether *name* was ignored.
+
+        It is ignored where it names no voice and the model has only one.
 
         Raises :class:`InvalidValue` for an unknown name, and for none where there are several.
         """

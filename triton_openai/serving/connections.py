@@ -59,7 +59,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        DESCRIPTORS.taken(transport.get_extra_info("socket").fileno(), time.monotonic())
+        DESCRIPTORS.check(transport.get_extra_info("socket").fileno(), time.monotonic())
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._header_timer is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+from collections.abc import Awaitable
 from contextlib import suppress
 from itertools import count
 from typing import Literal, TypeAlias
@@ -41,7 +43,9 @@ logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
 _PROTOCOLS = ("realtime",)
 # The longest reason of a close frame, in bytes (RFC 6455, 5.5: 125 with the code).
 _MAX_REASON = 123
-# Longest time that a client may take to answer the end of a connection.
+# Bytes that the connection has not taken, above which whoever sends waits for the client to read.
+_HIGH_WATER = 64 * 1024
+# Longest time that a client may take to read, or to answer, the end of a connection.
 _CLOSE_SECONDS = 2.0
 
 
@@ -56,37 +60,41 @@ async def serve_websocket(request: web.Request, open_session: OpenSession, *, dr
 
     Raises what refuses the session, before the upgrade.
     """
-    socket: _Socket | None = None
+    client: _Client | None = None
 
-    async def send(frame: bytes) -> None:
-        assert socket is not None, "the connection is open"
-        await socket.send_frame(frame, WSMsgType.TEXT)
+    def send(frame: bytes) -> Awaitable[None]:
+        assert client is not None, "the connection is open"
+        return client.send(frame)
 
     opening = Opening(request.headers, request.query, request[RECORD], request[KEY])
     session = open_session(opening, send)
     try:
         # Frames are not decoded here, where a large one would hold the event loop.
-        socket = web.WebSocketResponse(
+        socket: _Socket = web.WebSocketResponse(
             timeout=_CLOSE_SECONDS,
             autoping=False,
             max_msg_size=session.max_frame_size,
             protocols=_PROTOCOLS,
             compress=False,
             decode_text=False,
+            # A write never waits for the client to read: _Client does.
+            writer_limit=sys.maxsize,
         )
         # aiohttp raises what the middleware answers, if the request is no WebSocket's.
         await socket.prepare(request)
-        await _serve(socket, session, draining, opening.record)
+        client = _Client(socket, request)
+        await _serve(client, session, draining, opening.record)
     finally:
         # Nothing is awaited: a client that has ended its connection in order has not left early.
         session.close()
+        if client is not None:
+            client.stop_waiting()
     return socket
 
 
-async def _serve(socket: _Socket, session: Session, draining: Draining, record: RequestRecord) -> None:
-    """Give *session* the frames of *socket* until one of them ends. *record* is that of the request."""
-    client = _Client(socket)
-    stopping = asyncio.create_task(_stop(session, socket, draining))
+async def _serve(client: _Client, session: Session, draining: Draining, record: RequestRecord) -> None:
+    """Give *session* the frames of *client* until one of them ends. *record* is that of the request."""
+    stopping = asyncio.create_task(_stop(session, client.socket, draining))
     watching = asyncio.create_task(_end_when_gone(client, session))
     try:
         async with asyncio.timeout(MAX_SECONDS):
@@ -97,11 +105,11 @@ async def _serve(socket: _Socket, session: Session, draining: Draining, record: 
         return
     except TimeoutError:
         message = f"A connection ends after {MAX_SECONDS:g} seconds."
-        await _end(socket, session, InvalidRequest(message, code="websocket_connection_limit_reached"), WSCloseCode.OK)
+        await _end(client, session, InvalidRequest(message, code="websocket_connection_limit_reached"), WSCloseCode.OK)
     except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
         _log.exception("session failed", request_id=record.request_id, path=record.path)
         record.error = ServiceError()
-        await _end(socket, session, record.error, WSCloseCode.INTERNAL_ERROR)
+        await _end(client, session, record.error, WSCloseCode.INTERNAL_ERROR)
     except asyncio.CancelledError:
         reason = draining.reason()
         if reason is None:
@@ -110,21 +118,64 @@ async def _serve(socket: _Socket, session: Session, draining: Draining, record: 
         code = WSCloseCode.SERVICE_RESTART
         if reason.status < 500:
             code = WSCloseCode.POLICY_VIOLATION
-        await _end(socket, session, reason, code)
+        await _end(client, session, reason, code)
     finally:
         stopping.cancel()
         watching.cancel()
 
 
 class _Client:
-    """The client behind *socket*, and whether it is still there."""
+    """The client of *request* behind *socket*: what is sent to it, and whether it is still there."""
 
-    def __init__(self, socket: _Socket) -> None:
+    def __init__(self, socket: _Socket, request: web.Request) -> None:
         self.socket = socket
         #: Whether the session has a frame and takes no other one. What the client sends meanwhile is not read.
         self.waits = False
         #: Whether anything has come since this was reset.
         self.active = False
+        self._request = request
+        self._draining: asyncio.Task[None] | None = None
+
+    async def send(self, frame: bytes) -> None:
+        """Send *frame*, and wait while the client is slow. Raises ``ConnectionError`` if it has left."""
+        await self.socket.send_frame(frame, WSMsgType.TEXT)
+        await self._drain()
+
+    async def pong(self, data: bytes) -> None:
+        """Answer a ping with its *data*. Waits, and raises, as :meth:`send`."""
+        await self.socket.pong(data)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """
+        Wait until the client has read, if much is unread.
+
+        In aiohttp, all tasks that wait for one connection wait for the same future: the cancellation of one of them
+        would cancel the others, too. So one task of the connection waits for it, and the others for that task.
+        """
+        if self._unread() <= _HIGH_WATER:
+            return
+        if self._draining is None or self._draining.done():
+            self._draining = asyncio.create_task(self._request.writer.drain())
+        await asyncio.shield(self._draining)
+
+    def _unread(self) -> int:
+        """Return how many bytes the connection has not taken yet."""
+        transport = self._request.transport
+        if transport is None:
+            return 0
+        return transport.get_write_buffer_size()
+
+    def stop_waiting(self) -> None:
+        """End what waits for the client to read."""
+        if self._draining is not None:
+            self._draining.cancel()
+
+    def abort(self) -> None:
+        """Close the connection without what the client has not read."""
+        transport = self._request.transport
+        if transport is not None:
+            transport.abort()
 
     async def gone(self) -> None:
         """Send pings, and return when the client has sent nothing for some time in which it was read."""
@@ -139,22 +190,16 @@ class _Client:
             if quiet == _MAX_QUIET:
                 return
             if number % _EXAMINATIONS_A_PING == 0:
-                await self._ping()
-
-    async def _ping(self) -> None:
-        # A client that reads nothing gets no ping either.
-        with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await self.socket.ping()
+                with suppress(ConnectionError):
+                    await self.socket.ping()
 
 
 async def _read(client: _Client, session: Session) -> None:
     """Give *session* the frames of *client* until it leaves."""
-    socket = client.socket
-    async for message in socket:
+    async for message in client.socket:
         client.active = True
         if message.type is WSMsgType.PING:
-            await socket.pong(message.data)
+            await client.pong(message.data)
         elif message.type is WSMsgType.TEXT:
             client.waits = True
             await session.receive(message.data)
@@ -164,7 +209,7 @@ async def _read(client: _Client, session: Session) -> None:
             # Many frames that have come together leave others their turns.
             await asyncio.sleep(0)
         elif message.type is WSMsgType.BINARY:
-            await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
+            await client.socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
 
 
 async def _end_when_gone(client: _Client, session: Session) -> None:
@@ -173,7 +218,7 @@ async def _end_when_gone(client: _Client, session: Session) -> None:
     seconds = _MAX_QUIET * _EXAMINE_SECONDS
     message = f"The client has sent nothing for {seconds:g} seconds, not even an answer to a ping."
     error = InvalidRequest(message, code="websocket_ping_timeout")
-    await _end(client.socket, session, error, WSCloseCode.POLICY_VIOLATION)
+    await _end(client, session, error, WSCloseCode.POLICY_VIOLATION)
 
 
 async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
@@ -183,10 +228,16 @@ async def _stop(session: Session, socket: _Socket, draining: Draining) -> None:
     await socket.close(code=WSCloseCode.SERVICE_RESTART, message=b"The service is stopping.")
 
 
-async def _end(socket: _Socket, session: Session, error: ServiceError, code: WSCloseCode) -> None:
-    """End *session* by *error*, and close *socket*. A client that reads nothing does not delay that."""
-    with suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await session.end(error)
+async def _end(client: _Client, session: Session, error: ServiceError, code: WSCloseCode) -> None:
+    """End *session* by *error*, and close the connection. A client that reads nothing does not delay that."""
     reason = error.message.encode()[:_MAX_REASON]
-    await socket.close(code=code, message=reason)
+    try:
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await session.end(error)
+        with suppress(TimeoutError):
+            # It also waits for the client to close the connection.
+            async with asyncio.timeout(2 * _CLOSE_SECONDS):
+                await client.socket.close(code=code, message=reason)
+    finally:
+        client.abort()

@@ -123,7 +123,7 @@ class BatchTable(Tables):
 
     @operation(write=True)
     def report(self, batch_id: str, problems: Sequence[BatchError]) -> Steps[None]:
-        """Note that an open batch can only fail, and why. The processes that run its lines stop."""
+        """Store why an open batch can only fail. The processes that run its lines stop then."""
         batch = yield from lock_batch(batch_id)
         if batch is not None and not batch.problems:
             batch.problems = list(problems)
@@ -133,7 +133,7 @@ class BatchTable(Tables):
     @operation(write=True)
     def decide(self, batch: Batch, change: Callable[[Batch], None]) -> Steps[Batch | None]:
         """
-        Apply *change* to *batch*, after which no process claims lines of it, and return it.
+        Apply *change*, the decision that *batch* ends, and return it: no process claims lines of it after that.
 
         Returns ``None`` while a process has a part of it, unless all its lines have results.
         """

@@ -47,7 +47,7 @@ class FileTable(Tables):
 
     @operation(write=True)
     def renew_upload(self, file_id: str, until: float) -> Steps[None]:
-        """Count a file that is being uploaded *until* a time. Other files stay as they are."""
+        """Keep the reservation of a file that is being uploaded *until* a time. Other files stay as they are."""
         yield "UPDATE file SET expires = $2 WHERE id = $1 AND state = 'uploading'", file_id, until
 
     @operation(write=True)

@@ -134,7 +134,7 @@ class LeaseTable(Tables):
 
     @operation(write=True, long=True)
     def release_unknown(self, part: Part, holder: str) -> Steps[None]:
-        """End the lease of *holder* of a batch, which is part 0, or of a part, of which no line has run."""
+        """End a lease whose *holder* has got no answer to its claim: of a batch, which is part 0, or of a part."""
         if part.number:
             yield from _release_part(part)
         else:
@@ -147,7 +147,7 @@ class LeaseTable(Tables):
         yield from _release_part(part)
 
     @operation(write=True, long=True)
-    def end_parts(self, now: float | None = None) -> Steps[Mapping[Part, int]]:
+    def end_expired_parts(self, now: float | None = None) -> Steps[Mapping[Part, int]]:
         """
         End the parts whose leases have expired, and return how many lines of each ran.
 

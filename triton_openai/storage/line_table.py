@@ -28,7 +28,7 @@ class LineTable(Tables):
     """The lines of batches that have not ended; see :class:`Tables` for the errors."""
 
     @operation(write=True)
-    def clear(self, batch: Batch) -> Steps[None]:
+    def end_parts(self, batch: Batch) -> Steps[None]:
         """End the parts of *batch*. Its lines can be deleted after that."""
         yield from lock_leased(batch)
         yield "DELETE FROM lease WHERE batch = $1 AND part > 0", batch.id
@@ -82,7 +82,7 @@ class LineTable(Tables):
 
     @operation(write=True, long=True)
     def analyze(self) -> Steps[None]:
-        """Have PostgreSQL look at the lines that were added: what it knows of the table decides how it claims lines."""
+        """Renew PostgreSQL's statistics after lines were added: its plan for claims depends on them."""
         yield ("ANALYZE line",)
 
     @operation(write=True)

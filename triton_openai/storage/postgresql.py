@@ -44,6 +44,8 @@ _POOLER_ERRORS = (
     asyncpg.DuplicatePreparedStatementError,
     asyncpg.InvalidSQLStatementNameError,
 )
+# All errors of the driver beside those of the operating system.
+_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 _DAMAGES = (
     asyncpg.UndefinedTableError,
     asyncpg.UndefinedColumnError,
@@ -188,7 +190,7 @@ class PostgresDatabase:
                         return await self._execute(connection, steps, write)
                     finally:
                         timer.cancel()
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError) as error:
+        except _ERRORS as error:
             code = errno.EIO
             if isinstance(error, asyncpg.DiskFullError):
                 code = errno.ENOSPC
@@ -236,7 +238,7 @@ class PostgresDatabase:
                 self._listening = await self._listener(channel, notify)
         except TimeoutError as error:
             raise OSError(errno.ETIMEDOUT, "PostgreSQL does not answer") from error
-        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except _ERRORS as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
         # What happened before the connection was there is unknown.
         notify()
@@ -250,7 +252,7 @@ class PostgresDatabase:
         try:
             # A network that has forgotten the connection reports nothing.
             await connection.execute("SELECT 1", timeout=_PING_SECONDS)
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except (OSError, TimeoutError, *_ERRORS):
             connection.terminate()
             return False
         return True

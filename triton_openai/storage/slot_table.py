@@ -52,7 +52,7 @@ class SlotTable(Tables):
             )
 
     @operation(write=True)
-    def leave(self, holder: str, model: str) -> Steps[None]:
+    def release(self, holder: str, model: str) -> Steps[None]:
         """Give back the slots of *holder* for *model*."""
         yield "DELETE FROM slot WHERE model = $1 AND holder = $2", model, holder
 

@@ -30,7 +30,7 @@ _LOAD_TIMEOUT = 0.1
 _ENGINE_TIMEOUT = 0.5
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """
     The load of the whole service, over all models: requests now, and sums since its start.
     """
@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def no_engines(timeout: float) -> Mapping[str, EngineLoad]:
-    """Return that no engine reports its load by request."""
+    """Return no loads: no engine reports them by request."""
     return {}
 
 
@@ -162,13 +162,13 @@ class Exposition:
             self._triton_models[name.name] = name.triton_model
         return state
 
-    def figures(self) -> Figures:
-        """Return the figures of all workers together. Reads their files: call it in a thread."""
+    def service_load(self) -> ServiceLoad:
+        """Return the load of all workers together. Reads their files: call it in a thread."""
         sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
         for metric in self._counted().values():
             for sample in metric.samples:
                 sums[sample.name, sample.labels.get("type")] += sample.value
-        return Figures(
+        return ServiceLoad(
             running=int(sums[instruments.RUNNING.name, None]),
             queued=int(sums[instruments.QUEUED.name, None]),
             input_tokens=int(sums[instruments.TOKENS.name, "input"]),

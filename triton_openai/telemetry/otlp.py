@@ -76,7 +76,7 @@ def resource() -> Resource:
     return defaults.merge(OTELResourceDetector().detect())
 
 
-class Ended(msgspec.Struct, gc=False):
+class QueuedSpans(msgspec.Struct, gc=False):
     """The spans of one request in the SDK's queue, which reads only ``context``: all are sampled."""
 
     ids: SpanIds
@@ -138,7 +138,7 @@ class SdkSpans(Spans, SpanExporter):
 
     def end(self, ids: SpanIds, spans: Sequence[Span]) -> None:
         # All that the processor reads of a span.
-        ended: Any = Ended(ids, spans)
+        ended: Any = QueuedSpans(ids, spans)
         self._processor.on_end(ended)
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:

@@ -56,7 +56,7 @@ class DescriptorWatch:
     def __init__(self) -> None:
         self._warned = float("-inf")
 
-    def taken(self, number: int, now: float) -> None:
+    def check(self, number: int, now: float) -> None:
         """
         Look at the *number* of a new descriptor; *now* is in seconds.
 

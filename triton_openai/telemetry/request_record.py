@@ -237,7 +237,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         return stage
 
     def end(self, now: float) -> None:
-        """Set what follows from the end, which is *now*."""
+        """Set the end, which is *now*, the duration, and the time to the first token."""
         self.ended = now
         self.duration = now - self.began
         for answer in self.answers:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -116,6 +117,11 @@ def _append(first: Delivery, second: Delivery) -> None:
             setattr(first, field, value)
 
 
+def _size_of(delivery: Delivery) -> int:
+    """Return about how many bytes *delivery* takes while it waits."""
+    return _TOKEN_SIZE * len(delivery.ids) + _SCORES_SIZE * len(delivery.logprobs or ())
+
+
 def _single_tokens(delivery: Delivery) -> list[Delivery]:
     """Return *delivery* as one for each of its tokens; the last has what is there once."""
     scores = delivery.logprobs
@@ -136,16 +142,17 @@ class Carriers:
     """The carriers to the models of one Triton. They report the queues of its engines to *capacity*."""
 
     def __init__(self, capacity: EngineCapacity) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        self.revivals = Revivals()
         self._carriers: dict[tuple[TritonClient, str], Carrier] = {}
-        self._revivals = Revivals()
 
     def stream(self, client: TritonClient, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """Send a carried request over *client*; what it produces reaches *receiver*."""
         key = (client, request.model)
         carrier = self._carriers.get(key)
         if carrier is None or carrier.closed:
-            carrier = self._carriers[key] = Carrier(client, request, self._revivals.start, self._capacity)
+            carrier = Carrier(self, client, request)
+            self._carriers[key] = carrier
         return CarriedStream(carrier, request, receiver)
 
     def close(self) -> None:
@@ -153,26 +160,19 @@ class Carriers:
         for carrier in self._carriers.values():
             carrier.close()
         self._carriers.clear()
-        self._revivals.close()
+        self.revivals.close()
 
 
 class Carrier:
     """
     A carrier to one model, as the receiver of its responses.
 
-    It is opened by the first stream, which waits with the others until the model has answered. *silent* is called with
-    client and model when the model's process does not answer.
+    It is opened by the first stream, which waits with the others until the model has answered. *carriers* are those of
+    its Triton.
     """
 
-    def __init__(
-        self,
-        client: TritonClient,
-        request: InferRequest,
-        silent: Callable[[TritonClient, str], None],
-        capacity: EngineCapacity,
-    ) -> None:
-        self._silent = silent
-        self._capacity = capacity
+    def __init__(self, carriers: Carriers, client: TritonClient, request: InferRequest) -> None:
+        self._carriers = carriers
         self.client = client
         self.model = request.model
         self.closed = False
@@ -186,12 +186,12 @@ class Carrier:
         self._idle: asyncio.TimerHandle | None = None
         # When the model was heard last.
         self._heard = monotonic()
-        self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
         opening = self._message("carrier", 0, f"carrier-{self._name}", request)
-        capacity.expect(self.model, self)
         # Whether the capacity has a limit for this engine: until a response has come without its queue.
         self._limited = True
         self._stream = client.stream(opening, self)
+        self._looking = asyncio.get_running_loop().call_later(_LOOK, self._look)
+        carriers.capacity.expect(self.model, carriers, self)
 
     def _message(self, kind: str, number: int, request_id: str, like: InferRequest) -> InferRequest:
         body = Tensor("request", "BYTES", (1,), (f'{{"v":1,"kind":"{kind}"}}',))
@@ -276,7 +276,7 @@ class Carrier:
         self._read = answer.number
         if not self.closed and (self._limited or answer.queue is not None):
             self._limited = answer.queue is not None
-            self._capacity.report(self.model, self, answer.queue)
+            self._carriers.capacity.report(self.model, self._carriers, self, answer.queue)
         if not self._open:
             self._open = True
             for stream in list(self._streams.values()):
@@ -294,7 +294,7 @@ class Carrier:
             return
         error = ModelCrashed(f"The model's process has not answered for {SILENCE:g} seconds.", retry_after=SILENCE)
         self._lose(error)
-        self._silent(self.client, self.model)
+        self._carriers.revivals.start(self.client, self.model)
 
     def end(self, error: Exception | None) -> None:
         """Take the end of the carrier: that of all its streams."""
@@ -303,7 +303,7 @@ class Carrier:
     def close(self) -> None:
         """Close the carrier; the model ends what streams there are."""
         self.closed = True
-        self._capacity.forget(self.model, self)
+        self._carriers.capacity.forget(self.model, self._carriers, self)
         self._looking.cancel()
         if self._idle is not None:
             self._idle.cancel()
@@ -328,7 +328,7 @@ class CarriedStream:
         self._asking: ResponseStream | None = None
         self._paused = False
         # What came while it was paused, and about its size.
-        self._waiting: list[Delivery] = []
+        self._waiting: deque[Delivery] = deque()
         self._size = 0
         self._number = carrier.add(self)
 
@@ -348,7 +348,7 @@ class CarriedStream:
             return
         if self._paused:
             self._waiting.append(delivery)
-            self._size += _TOKEN_SIZE * len(delivery.ids) + _SCORES_SIZE * len(delivery.logprobs or ())
+            self._size += _size_of(delivery)
             if self._size > _MAX_WAITING:
                 self._overflow()
             return
@@ -388,7 +388,7 @@ class CarriedStream:
 
     def _forget(self) -> None:
         self._receiver = None
-        self._waiting = []
+        self._waiting.clear()
         self._carrier.remove(self._number)
 
     def pause(self) -> None:
@@ -398,15 +398,10 @@ class CarriedStream:
     def resume(self) -> None:
         """Pass on what has come meanwhile."""
         self._paused = False
-        waiting = self._waiting
-        self._waiting = []
-        self._size = 0
-        for place, delivery in enumerate(waiting):
-            if self._receiver is None:
-                return
-            if self._paused:
-                self._waiting = waiting[place:]
-                return
+        while self._waiting and not self._paused:
+            delivery = self._waiting.popleft()
+            self._size -= _size_of(delivery)
+            # Its end empties the list.
             self._pass_on(delivery)
 
     def close(self, *, silent: bool = False) -> None:

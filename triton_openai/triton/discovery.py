@@ -69,7 +69,7 @@ class Discovery:
         next_lookup = loop.time() + self._triton.dns_interval
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if await self._watch.look(settled=True):
+            if await self._watch.due_in_thread(settled=True):
                 with self._watch.reading():
                     self._watch.check("file of endpoints")
                     self.listed = await asyncio.to_thread(endpoints, self._triton)

@@ -20,13 +20,15 @@ _WAITING_SHARE = 4
 _UNKNOWN = 256
 
 
-class _Capacity(msgspec.Struct, frozen=True):
-    """What one engine takes."""
+class _Engine(msgspec.Struct):
+    """What one engine takes, as its carriers have reported."""
 
     #: How many more requests; negative where too many wait.
-    more: float = math.inf
+    more: float = _UNKNOWN
     #: How many at a time.
-    limit: float = math.inf
+    limit: float = _UNKNOWN
+    #: The carriers that report it: one for each transport.
+    carriers: set[object] = msgspec.field(default_factory=set)
 
 
 class EngineCapacity:
@@ -37,41 +39,54 @@ class EngineCapacity:
         self.on_change: Callable[[str, float, float], None] = _ignore
         #: Returns how many Tritons take requests for a model.
         self.tritons: Callable[[str], int] = _one
-        # By model, then by what reports.
-        self._engines: dict[str, dict[object, _Capacity]] = {}
+        # By model, then by what stands for the Triton.
+        self._engines: dict[str, dict[object, _Engine]] = {}
 
-    def expect(self, model: str, source: object) -> None:
-        """Count an engine of *model* that *source* will report about."""
-        self._put(model, source, _Capacity(more=_UNKNOWN, limit=_UNKNOWN))
+    def expect(self, model: str, triton: object, carrier: object) -> None:
+        """Count the engine of *model* on a *triton*, of which *carrier* will report the queue."""
+        engine = self._engines.setdefault(model, {}).setdefault(triton, _Engine())
+        engine.carriers.add(carrier)
+        self._announce(model)
 
-    def report(self, model: str, source: object, queue: tuple[int, int] | None) -> None:
+    def report(self, model: str, triton: object, carrier: object, queue: tuple[int, int] | None) -> None:
         """Take the *queue* of an engine: how many requests wait in it and how many it runs at most, if it says so."""
-        if queue is None:
-            self._put(model, source, _Capacity())
-            return
-        waiting, max_running = queue
-        max_waiting = max(_MIN_WAITING, max_running // _WAITING_SHARE)
-        self._put(model, source, _Capacity(more=max_waiting - waiting, limit=max_running + max_waiting))
+        engine = self._engines.setdefault(model, {}).setdefault(triton, _Engine())
+        engine.carriers.add(carrier)
+        engine.more = math.inf
+        engine.limit = math.inf
+        if queue is not None:
+            waiting, max_running = queue
+            max_waiting = max(_MIN_WAITING, max_running // _WAITING_SHARE)
+            engine.more = max_waiting - waiting
+            engine.limit = max_running + max_waiting
+        self._announce(model)
 
-    def forget(self, model: str, source: object) -> None:
-        """Forget the engine that *source* reported about. The limit stays when it was the last one of the model."""
+    def forget(self, model: str, triton: object, carrier: object) -> None:
+        """
+        Take the end of *carrier*: after the last one, the engine reports nothing more.
+
+        The limit stays when it was the last engine of the model.
+        """
         engines = self._engines.get(model, {})
-        capacity = engines.pop(source, None)
+        engine = engines.get(triton)
+        if engine is None:
+            return
+        engine.carriers.discard(carrier)
+        if engine.carriers:
+            return
+        del engines[triton]
         if engines:
             self._announce(model)
-        elif capacity is not None:
-            self.on_change(model, math.inf, capacity.limit)
-
-    def _put(self, model: str, source: object, capacity: _Capacity) -> None:
-        self._engines.setdefault(model, {})[source] = capacity
-        self._announce(model)
+        else:
+            del self._engines[model]
+            self.on_change(model, math.inf, engine.limit * self.tritons(model))
 
     def _announce(self, model: str) -> None:
         engines = list(self._engines[model].values())
         # Those that have got no requests lately report nothing.
         silent = max(0, self.tritons(model) - len(engines))
-        engines += silent * [_Capacity(more=_UNKNOWN, limit=_UNKNOWN)]
-        self.on_change(model, sum(capacity.more for capacity in engines), sum(capacity.limit for capacity in engines))
+        engines += silent * [_Engine()]
+        self.on_change(model, sum(engine.more for engine in engines), sum(engine.limit for engine in engines))
 
 
 def _ignore(model: str, more: float, limit: float) -> None:

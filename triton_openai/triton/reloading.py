@@ -6,9 +6,11 @@ Meanwhile Triton says that it has no such model, and clients do not try again af
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -31,9 +33,9 @@ def reload_lock(model: str) -> Iterator[bool]:
     """
     Lock the Triton model *model* while it is loaded again. Yields false if another process of this machine has done so.
 
-    Raises ``OSError`` if the file of the lock cannot be opened.
+    Raises ``OSError`` if the file of the lock cannot be opened, or is not this user's.
     """
-    descriptor = os.open(_lock_file(model), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = _open_lock(model, os.O_RDWR | os.O_CREAT)
     try:
         try:
             # A lock of the descriptor, not of the process: it also excludes other calls in this process.
@@ -49,7 +51,7 @@ def reload_lock(model: str) -> Iterator[bool]:
 def _is_locked(model: str) -> bool:
     """Return whether *model* is locked. Takes no lock itself: that could keep the model from being loaded again."""
     try:
-        descriptor = os.open(_lock_file(model), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = _open_lock(model, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -60,9 +62,21 @@ def _is_locked(model: str) -> bool:
     return bool(kind != fcntl.F_UNLCK)
 
 
-def _lock_file(model: str) -> Path:
+def _open_lock(model: str, flags: int) -> int:
+    """
+    Return the descriptor of the lock of *model*.
+
+    Other users can write to the folder, too. So a pipe that they put there is not waited for, and a file of theirs is
+    no lock. Raises ``OSError``.
+    """
     digest = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"triton-openai-{os.getuid()}-{digest}.lock"
+    path = Path(tempfile.gettempdir()) / f"triton-openai-{os.getuid()}-{digest}.lock"
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EPERM, "it is not a file of this user", str(path))
+    return descriptor
 
 
 def reloading_error(model: str, name: str) -> UpstreamUnavailable | None:

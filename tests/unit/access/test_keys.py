@@ -43,7 +43,7 @@ def test_keys_of_the_settings() -> None:
     alice, plain = ring.get(sha256(SECRET)), ring.get(sha256("sk-plain"))
 
     assert alice is not None
-    assert ("alice", None, False) == (alice.name, alice.models, alice.limit.any)
+    assert ("alice", None, False) == (alice.name, alice.models, alice.limit.limits_live_requests)
     assert plain is not None
     assert plain.name == f"key-{hashlib.sha256(b'sk-plain').hexdigest()[:8]}"
     for wrong in ("", "sk-a-secre", f"{SECRET}x", SECRET.upper(), f"alice:{SECRET}", "é", "\udcff", "x" * 100_000):
@@ -159,8 +159,8 @@ async def test_rotation(tmp_path: Path) -> None:
 
     async def after_looks() -> list[str]:
         # A change counts when the file has looked the same twice.
-        await keys.look()
-        await keys.look()
+        await keys.reload()
+        await keys.reload()
         return known()
 
     assert ["one"] == await after_looks()
@@ -210,7 +210,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     file.write_text("keys: [{name: a, key: another}]")
     monkeypatch.setattr(Path, "open", failing)
     for _ in range(5):
-        await keys.look()
+        await keys.reload()
 
     assert keys.ring is not None
     assert keys.ring.get(sha256("revoked")) is None
@@ -226,8 +226,8 @@ async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     # Whoever waits for it gets this; nobody reads it in time.
     writing = os.open(file, os.O_RDWR)
     os.write(writing, b"keys: [{name: a, key: two}]")
-    await keys.look()
-    await keys.look()
+    await keys.reload()
+    await keys.reload()
     with pytest.raises(ConfigurationError, match="pipe"):
         Keys(AccessSettings(api_keys_file=file), again=True)
     os.close(writing)

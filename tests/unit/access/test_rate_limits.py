@@ -198,7 +198,8 @@ def test_several_limits(limits: RateLimits) -> None:
 def test_limits_that_are_not_there(limits: RateLimits) -> None:
     """Limits that are not there have no headers, and any one of them is one, but those of batches and of audio."""
     names = RateLimit.__struct_fields__
-    assert [False, True, True, True, False, False] == [RateLimit().any, *[RateLimit(**{name: 1}).any for name in names]]
+    limited = [RateLimit(**{name: 1}).limits_live_requests for name in names]
+    assert [False, True, True, True, False, False] == [RateLimit().limits_live_requests, *limited]
     assert {} == limits.decide("a", RateLimit(concurrent_requests=1)).headers
 
 

@@ -70,7 +70,7 @@ async def test_requests_of_a_removed_key_end(tmp_path: Path, path: str, body: di
             keys = proxy.client.app[AUTHORIZER]
             for _ in range(2):
                 # The file has to look the same twice.
-                if await keys.keys.look():
+                if await keys.keys.reload():
                     keys._keys_changed()
             stays, *ended = asking
             for task in ended:
@@ -120,7 +120,7 @@ async def test_a_file_of_keys_that_others_can_read(tmp_path: Path, mode: int, wa
             (tmp_path / "next").chmod(mode)
             os.replace(tmp_path / "next", file)  # noqa: PTH105
             for _ in range(2):
-                if await authorizer.keys.look():
+                if await authorizer.keys.reload():
                     authorizer._keys_changed()
             assert [event] * warns == [line["event"] for line in lines if line["event"] == event]
 

@@ -546,7 +546,7 @@ def test_every_built_in_adapter_is_found_by_its_name():
 def test_a_name_that_nobody_has():
     """The error lists the names that there are."""
     with pytest.raises(ConfigurationError) as caught:
-        registry.Registry().named("trtlm")
+        registry.Registry().adapter_named("trtlm")
 
     assert all(
         name in caught.value.message for name in ("'trtlm'", "trtllm-ensemble", "trtllm-bls", "vllm", "embeddings")

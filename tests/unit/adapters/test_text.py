@@ -152,7 +152,7 @@ def test_what_is_wrong_in_a_description() -> None:
 
 def test_other_adapters_know_their_tensors() -> None:
     """A description is refused rather than ignored."""
-    claim = Registry().named("vllm")
+    claim = Registry().adapter_named("vllm")
     with pytest.raises(ConfigurationError, match="the adapter 'vllm' has fixed names"):
         claim.adapter.described(OWN, {}, DESCRIBED)
 

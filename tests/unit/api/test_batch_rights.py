@@ -239,6 +239,6 @@ async def test_limits_of_a_gateways_tenants_hold_for_lines(tmp_path: Path) -> No
     gateway = GatewaySettings(requests_per_minute=7)
     for keys, owner in (("one:sk-1",), "one/tenant"), ((), "tenant"):
         async with running(tmp_path, api_key=keys, trust_gateway=True, gateway=gateway) as service:
-            key = service.app[AUTHORIZER].named(owner)
+            key = service.app[AUTHORIZER].key_named(owner)
             assert key is not None
             assert 7 == key.limit.requests_per_minute

@@ -160,7 +160,7 @@ class Host:
         return Outcome(error.status, error.envelope(), error=error)
 
     async def admit(self, owner: str) -> Reservation | None:
-        if not self.limit.any:
+        if not self.limit.limits_live_requests:
             return None
         return Reservation(self.limits, owner, self.limit, await self.limits.admit(owner, self.limit))
 
@@ -815,7 +815,7 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
             assert {one.runner._claims._holder} == set(await one.files.store.leases.holders())
             assert await one.files.store.leases.claim("other", 60) is None
-            assert {} == await one.files.store.leases.end_parts()
+            assert {} == await one.files.store.leases.end_expired_parts()
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 

@@ -195,7 +195,7 @@ async def test_slots_over_processes(place: Place) -> None:
     assert 6 == await take("b", 0)
     await store.leases.expire_leases("b")
     assert 12 == await take("a", 6)
-    await slots.leave("a", "m")
+    await slots.release("a", "m")
     assert 12 == await take("b", 0)
     await store.close()
 

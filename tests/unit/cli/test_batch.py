@@ -26,7 +26,7 @@ from tests.proxy_fixture import serving
 from tests.unit.api.test_batches import MODEL, settings_of
 from triton_openai.cli.batch import client, remote, uploading
 from triton_openai.cli.batch.answers import RunFiles, state_path
-from triton_openai.cli.batch.client import Client, RequestFailure, seconds_of
+from triton_openai.cli.batch.client import Client, RequestFailure, retry_after_of
 from triton_openai.cli.batch.command import execute
 from triton_openai.cli.batch.progress import Lines, duration, progress_for, short
 from triton_openai.errors import ConfigurationError
@@ -206,7 +206,7 @@ async def test_what_a_failure_of_one_line_becomes(
                                ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])  # fmt: skip
 def test_retry_after(wanted: str, seconds: float | None) -> None:
     """It is a number or a date, and never longer than a person would wait."""
-    assert seconds == seconds_of({"Retry-After": wanted})
+    assert seconds == retry_after_of({"Retry-After": wanted})
 
 
 async def test_all_requests_wait_when_the_service_asks_for_it(
@@ -409,6 +409,19 @@ def test_options_of_live_requests_need_them(option: str) -> None:
     with pytest.raises(ConfigurationError, match="needs --live"):
         parse(["run", "in.txt", "-o", "out", option], {})
     parse(["run", "in.txt", "-o", "out", "--live", option], {})
+
+
+@every_case(
+    "option",
+    [
+        *("--temperature=inf", "--temperature=nan", "--temperature=x", "--timeout=nan", "--timeout=-1", "--timeout=0"),
+        *("--max-tokens=0", "--max-tokens=x", "--concurrency=1.5", "--retries=-1", "--lines-per-batch=many"),
+    ],
+)
+def test_numbers_that_are_none(option: str) -> None:
+    """Each is refused as for the other commands, with what it has to be."""
+    with pytest.raises(ConfigurationError, match=" is not accepted: expected a "):
+        parse(["run", "in.txt", "-o", "out", "--live", option], {})
 
 
 @every_case("written", ["1d", "soon", "", "h", "-1h"])

@@ -91,7 +91,7 @@ def test_other_endpoints_and_parameters(tmp_path: Path) -> None:
         ("a.txt", "x", ["--endpoint", "rerank"], "--endpoint"),
         ("a.txt", "x", ["--endpoint", "embeddings", "--system", "s"], "--system is for"),
         ("a.txt", "x", ["--body", "[]"], "--body must be a JSON object"),
-        ("a.txt", "x", ["--max-tokens", "0"], "must be 1 or more"),
+        ("a.txt", "x", ["--max-tokens", "0"], "expected a whole number above 0"),
         ("a.txt", "x", ["--url", "ftp://localhost"], "--url must begin"),
         ("a.txt", b"a\xff", [], "line 1 cannot be read"),
         ("a.csv", "prompt,b\nx", [], "row 1 has not as many fields"),

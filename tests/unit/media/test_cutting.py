@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.speech import RATE
-from triton_openai.media.cutting import Chunk, Cutter, Windows, chunk_of, halves, quiet_place
+from triton_openai.media.cutting import Chunk, Cutter, Windows, chunk_of, halves, quietest_point
 from triton_openai.media.voice_activity import Samples
 
 # In hundredths of a second: a word, and the pause behind it. A shorter pause counts only near the end of a chunk.
@@ -73,13 +73,13 @@ def test_no_word_is_cut(words: Sequence[tuple[int, int]], noise: float) -> None:
 def test_the_place(words: Sequence[tuple[int, int]], expected: int) -> None:
     """It is in the second half, in the middle of a pause."""
     samples, _ = spoken(words, 0.001)
-    assert abs(quiet_place(samples, RATE) - expected * RATE // 100) <= 160
+    assert abs(quietest_point(samples, RATE) - expected * RATE // 100) <= 160
 
 
 @every_case("samples", [np.zeros(1000, np.float32), np.ones(1, np.float32), np.ones(100_000, np.float32)])
 def test_without_a_pause(samples: Samples) -> None:
     """What has none is cut in its second half too."""
-    assert len(samples) // 2 <= quiet_place(samples, RATE) <= len(samples)
+    assert len(samples) // 2 <= quietest_point(samples, RATE) <= len(samples)
 
 
 def test_halves() -> None:

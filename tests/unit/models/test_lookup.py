@@ -117,7 +117,7 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
     loop = asyncio.get_running_loop()
     begun = asyncio.Event()
     go_on = threading.Event()
-    bind = Binder.bind_all
+    bind = Binder.bind_with_variants
 
     def bind_slowly(*arguments: Any, **keywords: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
@@ -133,7 +133,7 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
 
         models = proxy.models
         models.served = {}
-        monkeypatch.setattr(Binder, "bind_all", bind_slowly)
+        monkeypatch.setattr(Binder, "bind_with_variants", bind_slowly)
         binding = asyncio.create_task(models.apply_settings(Settings(), reload=False))
         await begun.wait()
         waiting = asyncio.create_task(models.listed())

@@ -79,7 +79,7 @@ def test_settings_that_serve_it(
         outputs=settings.outputs,
         audio=AudioFormat(sample_rate=settings.audio.sample_rate),
     )
-    bound = REGISTRY.named(adapter).adapter.described(config, {}, mapping)
+    bound = REGISTRY.adapter_named(adapter).adapter.described(config, {}, mapping)
     if adapter == "text":
         (request,) = bound.encode(Generation(id="1", prompt="Hi", sampling=Sampling(max_tokens=5)))
         assert {spec.name for spec in config.required} <= {tensor.name for tensor in request.inputs}

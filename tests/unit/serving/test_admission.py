@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases import every_case
 from tests.clock import Clock
 from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
@@ -101,12 +102,12 @@ class Engine:
         self._admission = admission
         self._room = EngineCapacity()
         self._room.on_change = admission.set_engine_capacity
-        self._room.expect("m", self)
+        self._room.expect("m", "triton", self)
 
     async def step(self) -> int:
         """Take what is inside; return how many wait in the engine now."""
         waiting = max(0, len(self._admission.running.get("m", ())) - self.memory)
-        self._room.report("m", self, (waiting, self._max_running))
+        self._room.report("m", "triton", self, (waiting, self._max_running))
         await settled()
         return waiting
 
@@ -458,6 +459,29 @@ async def test_lines_have_a_share_of_what_is_free(limits: dict[str, Any], share:
     for visitor in [*visitors, *running]:
         await visitor.leave()
     assert not admission._lines
+
+
+@every_case("more", [-1, -2, -3, -100])
+async def test_no_line_begins_where_too_many_wait_in_the_engine(more: int) -> None:
+    """An engine in which more requests wait than it should have gets no line, also below zero."""
+    admission = gate()
+    visitors = [Visitor(admission) for _ in range(2)]
+    await settled()
+    admission.set_engine_capacity("m", more, 100)
+    assert 0 == most_lines(admission)
+    await all_leave(visitors)
+
+
+async def test_no_line_begins_in_a_process_without_a_share(clock: Clock) -> None:
+    """A process whose share of the limit is zero has a live request that waits in vain, and begins no line after it."""
+    limits = ServerSettings(max_running_requests_per_model=1, queue_timeout=1)
+    admission = Admission(limits, LoopLag(lambda _: None), worker=Worker(index=1, count=2))
+    live = Visitor(admission)
+    await settled()
+    await clock.elapse(2)
+    with pytest.raises(ServiceOverloaded):
+        await live.task
+    assert 0 == most_lines(admission)
 
 
 async def test_room_for_live_requests_is_kept_for_a_while(clock: Clock) -> None:

@@ -758,6 +758,26 @@ async def test_a_service_that_ends_while_the_server_hangs(
     await blocking.close()
 
 
+async def test_a_listener_that_cannot_connect(postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever error of the driver it is, the one who listens gets an error of the database."""
+    import asyncpg
+
+    from triton_openai.storage.postgresql import PostgresDatabase
+
+    database = PostgresDatabase(postgresql.url(), lambda version: [])
+    await database.run(nothing(), timeout=60)
+    for kind in (asyncpg.CannotConnectNowError, asyncpg.InterfaceError, asyncpg.ProtocolError, TimeoutError, OSError):
+
+        async def connect(*_: Any, kind: type[Exception] = kind, **__: Any) -> None:
+            raise kind("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncpg, "connect", connect)
+            with pytest.raises(OSError, match="no"):
+                await database.listen("changes", lambda: None)
+    await database.close()
+
+
 def nothing() -> Steps[None]:
     """Ask the database for nothing."""
     yield ("SELECT 1",)

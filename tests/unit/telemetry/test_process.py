@@ -37,10 +37,10 @@ def test_a_word_before_there_are_none(limit: int, number: int, warns: bool, monk
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     watch = DescriptorWatch()
     with structlog.testing.capture_logs() as lines:
-        watch.taken(3, 0.0)
-        watch.taken(number, 0.0)
-        watch.taken(number, 59.0)
+        watch.check(3, 0.0)
+        watch.check(number, 0.0)
+        watch.check(number, 59.0)
         assert warns == len(lines)
-        watch.taken(number, 60.0)
+        watch.check(number, 60.0)
 
     assert 2 * warns == len(lines)

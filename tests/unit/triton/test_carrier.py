@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -69,8 +69,10 @@ class Reader:
         self.ids: list[list[int]] = []
         self.deliveries: list[Any] = []
         self.ends: list[Exception | None] = []
+        self.taken: Callable[[], None] = lambda: None
 
     def receive(self, responses: Sequence[Any]) -> None:
+        self.taken()
         self.deliveries += [response.delivery for response in responses]
         self.ids += [response.delivery.ids for response in responses]
 
@@ -206,14 +208,52 @@ def test_the_room_of_several_engines() -> None:
     seen: list[tuple[str, float, float]] = []
     room.on_change = lambda *values: seen.append(values)
     room.tritons = lambda model: 3
-    room.report("m", "first", (40, 64))
-    room.report("m", "second", (0, 32))
-    room.forget("m", "first")
-    room.forget("m", "second")
-    room.forget("m", "second")
+    room.report("m", "first", "carrier", (40, 64))
+    room.report("m", "second", "carrier", (0, 32))
+    room.forget("m", "first", "carrier")
+    room.forget("m", "second", "carrier")
+    room.forget("m", "second", "carrier")
 
-    limits = [(-24 + 512, 80 + 512), (-24 + 8 + 256, 80 + 40 + 256), (8 + 512, 40 + 512), (float("inf"), 40)]
+    limits = [(-24 + 512, 80 + 512), (-24 + 8 + 256, 80 + 40 + 256), (8 + 512, 40 + 512), (float("inf"), 3 * 40)]
     assert [("m", *limit) for limit in limits] == seen
+
+
+async def test_two_carriers_to_one_engine(clock: Clock) -> None:
+    """Requests over HTTP and over gRPC have a carrier each, and share what the one engine takes."""
+    room = EngineCapacity()
+    seen: list[tuple[float, float]] = []
+    room.on_change = lambda model, more, limit: seen.append((more, limit))
+    room.tritons = lambda model: 2
+    carriers = Carriers(room)
+    clients: list[Any] = [Client(), Client()]
+    for number, client in enumerate(clients):
+        carriers.stream(client, generation(), Reader())
+        client.sent[0].answer({"n": 0, "d": [], "q": [number, 64]})
+    # Opening the second one changes nothing, and neither does the end of one of the two.
+    clients[0].sent[0].receiver.end(None)
+    carriers.close()
+
+    unknown = 256
+    one = [(unknown, unknown), (16, 80), (16, 80), (15, 80)]
+    assert [*[(more + unknown, limit + unknown) for more, limit in one], (float("inf"), 160)] == seen
+
+
+async def test_a_carrier_that_cannot_be_opened(clock: Clock) -> None:
+    """Nothing is left of it: its engine is not counted, and nobody waits for its first answer."""
+
+    class Broken(Client):
+        def stream(self, request: InferRequest, receiver: Any) -> Sent:
+            raise ServiceError("no")
+
+    room = EngineCapacity()
+    seen: list[Any] = []
+    room.on_change = lambda *values: seen.append(values)
+    carriers = Carriers(room)
+    client: Any = Broken()
+    with pytest.raises(ServiceError):
+        carriers.stream(client, generation(), Reader())
+    await clock.elapse(module.SILENCE + 2, steps=12)
+    assert ([], []) == (seen, client.loaded)
 
 
 async def test_a_stream_that_is_closed_is_cancelled(client: Any, clock: Clock) -> None:
@@ -245,8 +285,15 @@ async def test_a_client_that_reads_slowly(client: Any, clock: Clock, monkeypatch
     stream.resume()
     assert [[5], [6]] == reader.ids
 
+    # A reader that takes one delivery at a time, and less than comes.
+    reader.taken = stream.pause
     stream.pause()
-    opening.answer({"n": 3, "d": [[1, [1, 2, 3, 4]]]})
+    number = 3
+    while not reader.ends and number < 20:
+        opening.answer({"n": number, "d": [[1, [1]]]}, {"n": number + 1, "d": []})
+        opening.answer({"n": number + 2, "d": [[1, [1]]]})
+        number += 3
+        stream.resume()
     (error,) = reader.ends
     assert isinstance(error, ServiceError)
     assert "client_too_slow" == error.code

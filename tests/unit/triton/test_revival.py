@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,3 +204,24 @@ async def test_a_look_at_the_lock_does_not_keep_the_model_away(monkeypatch: pyte
     monkeypatch.setattr(os, "close", load_meanwhile)
     assert reloading_error(MODEL, MODEL) is None
     assert [True] == first
+
+
+def test_a_lock_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What others put where the lock belongs, such as a pipe, neither locks the model nor blocks the event loop."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with reload_lock(MODEL) as locked:
+        assert locked
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    answers: list[object] = []
+    looking = threading.Thread(target=lambda: answers.append(reloading_error(MODEL, MODEL)))
+    looking.start()
+    looking.join(5)
+    blocked = looking.is_alive()
+    # A writer ends the wait.
+    os.close(os.open(path, os.O_RDWR))
+    looking.join()
+    assert (False, [None]) == (blocked, answers)
+    with pytest.raises(OSError, match="not a file of this user"), reload_lock(MODEL):
+        pass

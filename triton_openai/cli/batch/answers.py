@@ -196,7 +196,7 @@ class RunFiles:
             os.fsync(file.fileno())
         temporary.replace(self._path)
 
-    def settled(self, custom_id: str) -> bool:
+    def has_result(self, custom_id: str) -> bool:
         """Return whether a line was answered or has failed."""
         return custom_id in self.answers.ids or custom_id in self.errors.ids
 

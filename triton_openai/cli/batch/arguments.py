@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.cli.parser import CommandParser
+from triton_openai.cli.parser import CommandParser, count, number, seconds
 from triton_openai.errors import ConfigurationError
 
 _DEFAULT_URL = "http://localhost:9000/v1"
@@ -180,8 +180,8 @@ def _add_run(parser: CommandParser) -> None:
         default="/v1/chat/completions",
         help="What prompts are sent to: chat/completions, completions, responses or embeddings. (default: %(default)s)",
     )
-    parser.add_to(reading, "--max-tokens", metavar="N", type=_count, help="Most tokens of an answer.")
-    parser.add_to(reading, "--temperature", metavar="N", type=float, help="The sampling temperature.")
+    parser.add_to(reading, "--max-tokens", metavar="N", type=count, help="Most tokens of an answer.")
+    parser.add_to(reading, "--temperature", metavar="N", type=number, help="The sampling temperature.")
     parser.add_to(reading, "--body", metavar="JSON", default="{}", help="Further fields of each request.")
     sending = parser.add_argument_group("sending")
     parser.add_to(
@@ -191,13 +191,13 @@ def _add_run(parser: CommandParser) -> None:
         help="Send requests one by one instead of a batch: to any OpenAI-compatible URL.",
     )
     parser.add_to(
-        sending, "--concurrency", metavar="N", type=_count, help="With --live: requests at a time. (default: 64)"
+        sending, "--concurrency", metavar="N", type=count, help="With --live: requests at a time. (default: 64)"
     )
     parser.add_to(
-        sending, "--retries", metavar="N", type=_count, help="With --live: attempts after the first. (default: 8)"
+        sending, "--retries", metavar="N", type=count, help="With --live: attempts after the first. (default: 8)"
     )
     parser.add_to(
-        sending, "--timeout", metavar="SECONDS", type=float, help="With --live: longest request. (default: 3600)"
+        sending, "--timeout", metavar="SECONDS", type=seconds, help="With --live: longest request. (default: 3600)"
     )
     parser.add_to(
         sending,
@@ -211,7 +211,7 @@ def _add_run(parser: CommandParser) -> None:
         sending,
         "--lines-per-batch",
         metavar="N",
-        type=_count,
+        type=count,
         default=50_000,
         help="More become several. (default: 50000)",
     )
@@ -226,10 +226,3 @@ def _window(text: str) -> str:
     if not (hours.isascii() and hours.isdigit()):
         raise argparse.ArgumentTypeError("it must be a number of hours, such as 24h")
     return f"{hours}h"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("it must be 1 or more")
-    return number

@@ -46,7 +46,7 @@ class RequestFailure(Exception):
         self.retry_after = retry_after
 
     @property
-    def passing(self) -> bool:
+    def temporary(self) -> bool:
         """Whether the same request may succeed later."""
         return self.status == 0 or self.status in _PASSING
 
@@ -135,7 +135,7 @@ async def _failure(response: aiohttp.ClientResponse) -> RequestFailure:
     text = f"HTTP {status}"
     if message:
         text = f"{text}: {message}"
-    return RequestFailure(text, status=status, code=code, retry_after=seconds_of(response.headers), body=content)
+    return RequestFailure(text, status=status, code=code, retry_after=retry_after_of(response.headers), body=content)
 
 
 def error_of(content: bytes) -> tuple[str, str]:
@@ -152,7 +152,7 @@ def error_of(content: bytes) -> tuple[str, str]:
     return printable(str(error), _MAX_MESSAGE), ""
 
 
-def seconds_of(headers: Mapping[str, str]) -> float | None:
+def retry_after_of(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that ``Retry-After`` names, as a number or a date (RFC 9110, section 10.2.3)."""
     text = headers.get("Retry-After", "").strip()
     if not text:
@@ -178,7 +178,7 @@ def delay(attempt: int, retry_after: float | None) -> float:
     return max(retry_after, backoff / 4)
 
 
-async def persistent(
+async def with_retries(
     send: Callable[[], Awaitable[_T]], note: Callable[[str], None], *, attempts: int | None = None
 ) -> _T:
     """
@@ -192,7 +192,7 @@ async def persistent(
         try:
             return await send()
         except RequestFailure as failure:
-            if not failure.passing or attempt == attempts:
+            if not failure.temporary or attempt == attempts:
                 raise
             if attempt == 1:
                 note(f"{failure.message} Trying again.")

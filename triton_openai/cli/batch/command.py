@@ -16,7 +16,7 @@ from typing import Any
 
 from triton_openai.cli.batch.answers import ResultFile, RunFiles, State, errors_path
 from triton_openai.cli.batch.arguments import BatchOptions, batch_options
-from triton_openai.cli.batch.client import Client, RequestFailure, persistent, shown_url
+from triton_openai.cli.batch.client import Client, RequestFailure, shown_url, with_retries
 from triton_openai.cli.batch.live import LiveRun
 from triton_openai.cli.batch.progress import duration, lines_text, progress_for, short
 from triton_openai.cli.batch.prompts import Prompts
@@ -190,7 +190,7 @@ async def _run_live(
     client: Client, files: RunFiles, counts: RunCounts, prompts: Prompts, model: str, options: BatchOptions
 ) -> None:
     live = LiveRun(client, files, counts, concurrency=options.concurrency, retries=options.retries)
-    await live.run(request for request in prompts.requests(model) if not files.settled(request.custom_id))
+    await live.run(request for request in prompts.requests(model) if not files.has_result(request.custom_id))
 
 
 def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> str:
@@ -210,7 +210,7 @@ def _stopped(error: BaseException, files: RunFiles, options: BatchOptions) -> st
     ids = [batch.id for batch in state.open_batches if batch.id]
     if ids:
         texts.append(f"The service goes on with {', '.join(ids)}: 'triton-openai batch cancel' ends it.")
-    refused = isinstance(error, BatchFailed) or (isinstance(error, RequestFailure) and not error.passing)
+    refused = isinstance(error, BatchFailed) or (isinstance(error, RequestFailure) and not error.temporary)
     if refused:
         texts.append("Correct the cause and run the command again.")
     else:
@@ -318,7 +318,7 @@ async def _written(client: Client, paths: Sequence[str], output: Path, errors: P
                     failures.add(result.custom_id, result.data)
 
         for path in paths:
-            await persistent(partial(write, path), _say)
+            await with_retries(partial(write, path), _say)
         answers.sync()
         _say(f"{len(answers.ids):,} answers: {output}")
         if not failures.ids:

@@ -74,7 +74,7 @@ class LiveRun:
             except RequestFailure as failure:
                 if failure.status == _WRONG_KEY or failure.code == _NO_MONEY:
                     raise
-                if failure.passing and attempt <= self._retries:
+                if failure.temporary and attempt <= self._retries:
                     self._note(failure)
                     await asyncio.sleep(delay(attempt, failure.retry_after))
                     continue

@@ -12,7 +12,7 @@ from typing import IO, Any
 import msgspec
 
 from triton_openai.cli.batch.answers import RunFiles, SentBatch, State
-from triton_openai.cli.batch.client import Client, RequestFailure, persistent
+from triton_openai.cli.batch.client import Client, RequestFailure, with_retries
 from triton_openai.cli.batch.progress import lines_text
 from triton_openai.cli.batch.prompts import Request
 from triton_openai.cli.batch.results import RunCounts, read_result
@@ -66,7 +66,7 @@ class RemoteRun:
         await self._fetch_open()
         # All lines of a batch ask one endpoint.
         for url in await asyncio.to_thread(lambda: list(dict.fromkeys(request.url for request in read()))):
-            requests = (one for one in read() if one.url == url and not self._files.settled(one.custom_id))
+            requests = (one for one in read() if one.url == url and not self._files.has_result(one.custom_id))
             while batch := await self._send(requests):
                 self._counts.note(f"Batch {batch.id}: {lines_text(batch.lines)}. It goes on if this command ends.")
         await self._fetch_open()
@@ -123,7 +123,7 @@ class RemoteRun:
             return str(batch["id"])
 
         try:
-            sent.id = await persistent(create, self._counts.note)
+            sent.id = await with_retries(create, self._counts.note)
         except RequestFailure:
             # The service has refused it.
             self._state.batches.remove(sent)
@@ -146,7 +146,7 @@ class RemoteRun:
         for sent in list(self._state.open_batches):
             if not sent.id:
                 # The command ended while it made the batch.
-                made = await persistent(partial(self._find, sent), self._counts.note)
+                made = await with_retries(partial(self._find, sent), self._counts.note)
                 if made is None:
                     self._state.batches.remove(sent)
                     self._files.save()
@@ -174,7 +174,7 @@ class RemoteRun:
         """Return a batch as it is now; ``None`` if the service has it no longer, so that its lines are sent again."""
         get = partial(self._client.json, "GET", f"/v1/batches/{sent.id}")
         try:
-            return await persistent(get, self._counts.note)
+            return await with_retries(get, self._counts.note)
         except RequestFailure as failure:
             if failure.status != 404:
                 raise
@@ -203,7 +203,7 @@ class RemoteRun:
         for field in ("output_file_id", "error_file_id"):
             file_id = batch.get(field)
             if file_id:
-                await persistent(partial(self._fetch, file_id), self._counts.note)
+                await with_retries(partial(self._fetch, file_id), self._counts.note)
         self._end_progress(sent)
         return problems_of(batch)
 

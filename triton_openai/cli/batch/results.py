@@ -150,7 +150,7 @@ class RunCounts:
 
     def add(self, result: Result) -> None:
         """Write *result* into the file that it belongs to, unless it is there."""
-        if self._files.settled(result.custom_id):
+        if self._files.has_result(result.custom_id):
             return
         if result.succeeded:
             self._files.answers.add(result.custom_id, result.data)

@@ -12,7 +12,7 @@ from typing import IO
 
 import aiohttp
 
-from triton_openai.cli.batch.client import Client, RequestFailure, persistent
+from triton_openai.cli.batch.client import Client, RequestFailure, with_retries
 
 # Attempts of each request, and bytes of a part: what nginx takes by default is 1 MiB.
 _ATTEMPTS = 8
@@ -23,7 +23,7 @@ _MAX_PARTS = 1000
 async def upload(client: Client, content: IO[bytes], name: str, note: Callable[[str], None]) -> str:
     """Upload *content* as a file with a *name*, and return its id. Raises :class:`RequestFailure`."""
     try:
-        return await persistent(partial(_whole, client, content, name), note, attempts=_ATTEMPTS)
+        return await with_retries(partial(_whole, client, content, name), note, attempts=_ATTEMPTS)
     except RequestFailure as failure:
         # The service itself says with a code which of its limits it means.
         if failure.status != 413 or failure.code:
@@ -46,15 +46,15 @@ async def _whole(client: Client, content: IO[bytes], name: str) -> str:
 async def _in_parts(client: Client, content: IO[bytes], name: str, note: Callable[[str], None]) -> str:
     size = os.fstat(content.fileno()).st_size
     new = {"filename": name, "purpose": "batch", "bytes": size, "mime_type": "application/jsonl"}
-    made = await persistent(partial(client.json, "POST", "/v1/uploads", json=new), note, attempts=_ATTEMPTS)
+    made = await with_retries(partial(client.json, "POST", "/v1/uploads", json=new), note, attempts=_ATTEMPTS)
     path = f"/v1/uploads/{made['id']}"
     part_size = max(_PART_SIZE, math.ceil(size / _MAX_PARTS))
     part_ids: list[str] = []
     for start in range(0, size, part_size):
         data = await asyncio.to_thread(os.pread, content.fileno(), part_size, start)
-        part_ids.append(await persistent(partial(_part, client, path, data), note, attempts=_ATTEMPTS))
+        part_ids.append(await with_retries(partial(_part, client, path, data), note, attempts=_ATTEMPTS))
     complete = partial(client.json, "POST", f"{path}/complete", json={"part_ids": part_ids})
-    done = await persistent(complete, note, attempts=_ATTEMPTS)
+    done = await with_retries(complete, note, attempts=_ATTEMPTS)
     return str(done["file"]["id"])
 
 

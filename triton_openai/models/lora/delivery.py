@@ -44,7 +44,7 @@ class LoraDelivery:
 
     async def lease(self, *, send: bool = False) -> LoraLease:
         """
-        Return the adapter for one request, with its weights if that request is the one to bring them.
+        Return the adapter for one request, with its weights if the engine has to get them with this request.
 
         *send* asks for the weights in any case. Raises what loading them raises. The caller reports how the lease
         ended: :meth:`LoraLease.arrived`, :meth:`LoraLease.lost` or :meth:`LoraLease.close`.
@@ -74,10 +74,10 @@ class LoraDelivery:
 
     def settle(self, sending: asyncio.Future[None] | None, *, arrived: bool = False, lost_after: int = -1) -> None:
         """
-        Learn how the request that holds *sending* ended.
+        Record how the request that holds *sending* ended.
 
-        *arrived*: the engine has the weights. *lost_after*: it has none, and the request knew of so many losses. Of
-        many requests that find the weights gone only the first says something new.
+        *arrived*: the engine has the weights. *lost_after*: it has none; it had lost them so many times when the
+        request began. Of many requests that find the weights gone, only the first counts as another loss.
         """
         if lost_after == self._losses and self._there:
             self._there = False
