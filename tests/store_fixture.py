@@ -22,7 +22,7 @@ import pytest
 from tests.programs import found
 
 # What a server, or a program that starts it, may take.
-_SECONDS = 60
+_SECONDS = 120
 
 
 class Server:
@@ -297,7 +297,7 @@ def _wait_for_bucket(name: str, environ: Mapping[str, str]) -> None:
         client_options={"allow_http": True},
         retry_config={"max_retries": 0},
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + _SECONDS
     while True:
         try:
             obstore.put(store, "probe", b"probe")

@@ -372,7 +372,7 @@ async def test_stop_requests_reach_the_triton_that_works(three: dict[str, One]) 
         await asyncio.gather(*streams, return_exceptions=True)
         for one in three.values():
             begun_ids = {event["id"] for event in one.record.events(model="tensorrt_llm", event="request")}
-            one.record.wait_for(partial(_have_ended, begun_ids), 20, model="tensorrt_llm")
+            one.record.wait_for(partial(_have_ended, begun_ids), 120, model="tensorrt_llm")
 
 
 def _have_ended(ids: set[str], events: Sequence[Mapping[str, Any]]) -> bool:

@@ -53,7 +53,7 @@ def _inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=120) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -114,7 +114,7 @@ def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
             assert any("For clients" in line or '"base_url"' in line for line in process.stdout)
             process.stdout.close()
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(120)
         finally:
             process.kill()
 
@@ -199,7 +199,7 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         (second,) = _tritons_of(process.pid)
 
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert first != second
         lines = map(json.loads, service.log_lines())
         told = [line for line in lines if line["event"] == "model could not be loaded"]
@@ -335,7 +335,7 @@ def test_commands_of_a_demo_with_a_key() -> None:
         with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), head)) as response:
             (choice,) = json.load(response)["choices"]
         process.send_signal(signal.SIGINT)
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(120)
     finally:
         process.kill()
         process.communicate()

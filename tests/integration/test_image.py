@@ -148,7 +148,7 @@ class Image:
             assert process.stdout.readline()
             yield environment
             process.send_signal(signal.SIGTERM)
-            assert 0 == process.wait(30)
+            assert 0 == process.wait(120)
         finally:
             process.kill()
             process.wait()
@@ -238,7 +238,7 @@ def test_the_image_runs(image: Image, triton: TestTriton) -> None:
     command = [part.replace(PREFIX, str(image.prefix)) for part in json.loads(line.partition(" CMD ")[2])]
 
     def healthy(environment: dict[str, str]) -> bool:
-        return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=30).returncode == 0
+        return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120).returncode == 0
 
     with image.running(triton) as environment:
         assert healthy(environment)
@@ -279,7 +279,7 @@ def ask(environment: Mapping[str, str], path: str, body: Any = None) -> Any:
     """Return what the service that runs with *environment* answers."""
     url = f"http://127.0.0.1:{environment['TRITON_OPENAI_PORT']}/v1/{path}"
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
+    with urllib.request.urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=120) as response:
         return json.load(response)
 
 

@@ -40,7 +40,7 @@ def ports(request: pytest.FixtureRequest, triton: TestTriton, tmp_path: Path) ->
         yield http, grpc
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)
 
 
 def _nginx(triton: TestTriton, tmp_path: Path, log: Path, http: int, grpc: int) -> Sequence[str]:

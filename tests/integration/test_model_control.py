@@ -386,7 +386,7 @@ async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:
     writer.write(
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
     )
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 120)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     try:

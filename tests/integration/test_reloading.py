@@ -178,9 +178,9 @@ def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> N
     replies: list[Reply] = []
     thread = threading.Thread(target=lambda: replies.append(configured.service.post("/v1/completions", body)))
     thread.start()
-    triton.record.wait_for(lambda events: any(prompt in json.dumps(event) for event in events), 30, event="request")
+    triton.record.wait_for(lambda events: any(prompt in json.dumps(event) for event in events), 120, event="request")
     configured.take(_settings("chatml", "new-name"))
-    thread.join(30)
+    thread.join(120)
 
     assert "[DONE]" == replies[0].events[-1]
 

@@ -250,7 +250,7 @@ def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
         with pytest.raises(http.client.IncompleteRead) as cut:
             running[1].getresponse().read()
         assert b'"service_stopping"' in cut.value.partial
-        assert 0 == service.process.wait(30)
+        assert 0 == service.process.wait(120)
 
 
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
@@ -329,4 +329,4 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
         until(lambda: {line["worker"] for line in log_of(service) if line["event"] == "model is served"} == {0, 1})
         assert 200 == service.status("/health/ready")
         service.process.terminate()
-        assert 0 == service.process.wait(40)
+        assert 0 == service.process.wait(120)

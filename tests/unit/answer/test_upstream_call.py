@@ -235,7 +235,7 @@ async def test_a_lost_request_that_no_other_triton_takes_ends_at_once(kind: Kind
     for member in fleet.members.values():
         member.report_lost(final=False)
     with pytest.raises(UpstreamError, match="lost"):
-        await asyncio.wait_for(asking, 2)
+        await asyncio.wait_for(asking, 120)
     upstream.route.lease = lease  # type: ignore[method-assign]
     assert unused(fleet)
     await fleet.close()
@@ -275,7 +275,7 @@ async def test_a_silent_triton_is_left_where_the_settings_say_so(kind: Kind, mon
     await sent(tritons)
     for triton in tritons:
         triton.silent = triton.requests > 0
-    await asyncio.wait_for(first, 2)
+    await asyncio.wait_for(first, 120)
     assert [1, 1] == [triton.requests for triton in tritons]
     assert unused(fleet)
     await fleet.close()

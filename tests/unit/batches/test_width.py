@@ -646,9 +646,9 @@ async def test_the_bytes_of_an_owner_stay_right(place: Place) -> None:
         def steps():
             return (yield from bytes_of_owner(OWNER))
 
-        before: int = await one.files.store._database.run(steps(), timeout=30, write=True)
+        before: int = await one.files.store._database.run(steps(), timeout=120, write=True)
         await files.recount(OWNER)
-        assert before == await one.files.store._database.run(steps(), timeout=30, write=True)
+        assert before == await one.files.store._database.run(steps(), timeout=120, write=True)
         return before - ROW_SIZE * (before // ROW_SIZE)
 
     assert await files.reserve(file("a", 10, state="uploading", expires=time.time() + 99), 10**9)

@@ -864,7 +864,7 @@ async def test_a_driver_that_takes_a_cancellation_for_its_own(fails: bool) -> No
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
     task.cancel()
-    await asyncio.wait({task}, timeout=10)
+    await asyncio.wait({task}, timeout=120)
     assert task.cancelled()
     await store.close()
 
