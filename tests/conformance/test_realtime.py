@@ -533,7 +533,7 @@ async def test_the_end_of_the_service(keyed: Callable[..., Any]) -> None:
             # It is taken before the end begins.
             await client.send("session.update", session={})
             await client.until("session.updated")
-            end = asyncio.create_task(proxy.client.app[DRAINING].drain(20))
+            end = asyncio.create_task(proxy.client.app[DRAINING].drain(120))
             message = await asyncio.wait_for(idle.socket.receive(), 120)
             assert (WSMsgType.CLOSE, 1012, "The service is stopping.") == (message.type, message.data, message.extra)
             events = await client.until(f"{PREFIX}.completed")

@@ -309,7 +309,7 @@ def test_a_server_is_killed_while_it_is_launched(tmp_path: Path) -> None:
     server = _KilledAtOnce(tmp_path)
     try:
         with pytest.raises(ConfigurationError, match="ended with status -9 while starting"):
-            server.start(20)
+            server.start(120)
         for killer in server.killers:
             killer.join(120)
         assert server.killers != []

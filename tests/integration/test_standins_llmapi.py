@@ -296,9 +296,7 @@ async def _check_images(service: Proxy, record: Record) -> None:
     plain = await service.post(PATHS["chat"], _chat("What is it?"))
 
     assert "You sent 1 images." in seen_answer.json["choices"][0]["message"]["content"]
-    sent, bare = (
-        record.wait_for(bool, 120.0, id=id_of(each), event="request")[0]["inputs"] for each in (seen_answer, plain)
-    )
+    sent, bare = (record.events(id=id_of(each), event="request")[0]["inputs"] for each in (seen_answer, plain))
     # The model's own template writes the turn around an image's text, and around no other.
     assert ["What is it?"] == sent["text_input"]["value"]
     assert seen(png(1), prefix="data:image/png;base64,") == sent["image_url"]["value"]

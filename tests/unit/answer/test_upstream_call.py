@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from tests.cases import every_case
+from tests.clock import Clock
 from tests.unit.triton.test_catalog import FakeClient
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.adapters._common.decoding import TextDecoder
@@ -264,9 +265,9 @@ async def test_a_failed_call_is_freed_at_once(kind: Kind) -> None:
 
 
 @every_case("kind", [generate, speak])
-async def test_a_silent_triton_is_left_where_the_settings_say_so(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_triton_is_left_where_the_settings_say_so(kind: Kind, clock: Clock) -> None:
     """With ``failover.on_timeout``, generations and speech go to another Triton before their first part."""
-    monkeypatch.setattr(f"{__name__}.SECONDS", 0.01)
+    clock.freeze()
     tritons = [Triton(), Triton()]
     fleet, upstream = await of(*tritons, on_timeout=True)
     for triton in tritons:
@@ -275,6 +276,7 @@ async def test_a_silent_triton_is_left_where_the_settings_say_so(kind: Kind, mon
     await sent(tritons)
     for triton in tritons:
         triton.silent = triton.requests > 0
+    clock.advance(SECONDS)
     await asyncio.wait_for(first, 120)
     assert [1, 1] == [triton.requests for triton in tritons]
     assert unused(fleet)
