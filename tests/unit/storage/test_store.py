@@ -697,11 +697,7 @@ async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatc
     blocking = await asyncpg.connect(url)
     await blocking.execute("SELECT pg_advisory_lock(7461834517)")
     database = module.PostgresDatabase(url, lambda version: [])
-    with pytest.raises(TimeoutError):
-        await database.run(nothing(), timeout=0.5)
-    migrating = database._connecting
-    assert migrating is not None
-    assert not migrating.done()
+    migrating = await migrating_of(database, blocking)
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
     with postgresql.frozen():
         _, running = await asyncio.wait([migrating], timeout=60)
@@ -723,8 +719,7 @@ async def test_a_service_that_ends_during_a_migration(postgresql: Server) -> Non
     blocking = await asyncpg.connect(url)
     await blocking.execute("SELECT pg_advisory_lock(7461834517)")
     database = PostgresDatabase(url, lambda version: [(1, ("CREATE TABLE slow (id TEXT)",))])
-    with pytest.raises(TimeoutError):
-        await database.run(nothing(), timeout=0.5)
+    await migrating_of(database, blocking)
     await database.close()
     await blocking.execute("SELECT pg_advisory_unlock(7461834517)")
     assert await blocking.fetchval("SELECT to_regclass('slow')") is None
@@ -745,8 +740,7 @@ async def test_a_service_that_ends_while_the_server_hangs(
     database = module.PostgresDatabase(url, lambda version: [])
     if migrates:
         await blocking.execute("SELECT pg_advisory_lock(7461834517)")
-        with pytest.raises(TimeoutError):
-            await database.run(nothing(), timeout=0.5)
+        await migrating_of(database, blocking)
     else:
         await database.run(nothing(), timeout=60)
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
@@ -756,6 +750,18 @@ async def test_a_service_that_ends_while_the_server_hangs(
         assert database._connecting is not None
         assert database._connecting.done()
     await blocking.close()
+
+
+async def migrating_of(database: Any, blocking: Any) -> asyncio.Task[Any]:
+    """Let a call begin the migration and give up; return its task, once it waits for the lock of *blocking*."""
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.05)
+    waiting = "SELECT COUNT(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    while not await blocking.fetchval(waiting):  # noqa: ASYNC110 - nothing notifies of it
+        await asyncio.sleep(0.01)
+    migrating: asyncio.Task[Any] = database._connecting
+    assert not migrating.done()
+    return migrating
 
 
 def nothing() -> Steps[None]:
