@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.programs import found
+from tests.stopped import stop_process
 
 # What a server, or a program that starts it, may take.
 _SECONDS = 120
@@ -53,11 +54,10 @@ class Server:
         main = self._main()
         self._stopped = [main]
         _FROZEN.append(self)
-        os.kill(main, signal.SIGSTOP)
-        _until_stopped(main)
-        for child in Path(f"/proc/{main}/task/{main}/children").read_text().split():
-            self._stopped.append(int(child))
-            os.kill(int(child), signal.SIGSTOP)
+        stop_process(main)
+        for child in map(int, Path(f"/proc/{main}/task/{main}/children").read_text().split()):
+            self._stopped.append(child)
+            stop_process(child)
 
     def thaw(self) -> None:
         """Continue all processes, the main process last. Nothing happens if the server is not frozen."""
@@ -79,14 +79,6 @@ class Server:
 
 
 _FROZEN: list[Server] = []
-
-
-def _until_stopped(process: int) -> None:
-    """Wait until *process* has stopped: the signal only asks it to."""
-    deadline = time.monotonic() + _SECONDS
-    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
-        assert time.monotonic() < deadline, f"the process {process} does not stop"
-        time.sleep(0.001)
 
 
 @pytest.hookimpl(tryfirst=True)

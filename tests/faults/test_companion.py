@@ -67,10 +67,10 @@ class Asking:
         return reader, self.endpoint.stream(request, reader)
 
     async def works(self) -> bool:
-        """Return whether an answer comes now. A client may try again after every error."""
+        """Return whether an answer comes soon. A client may try again after every error, and after a silence."""
         reader, stream = self.ask(SHORT)
         try:
-            error = await asyncio.wait_for(reader.ended, 120)
+            error = await asyncio.wait_for(reader.ended, 5)
         except TimeoutError:
             return False
         finally:
@@ -80,7 +80,7 @@ class Asking:
 
     async def works_again(self) -> None:
         """Wait until an answer comes."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await self.works():
                 pass
 

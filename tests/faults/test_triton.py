@@ -216,5 +216,5 @@ def test_unloaded_in_a_stream(own: Own, both: dict[str, Watched], model: str) ->
 def repository(own: Own, model: str, verb: str) -> None:
     """Have Triton itself load or unload *model*."""
     url = f"{own.server.http_url}/v2/repository/models/{model}/{verb}"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=120) as response:
         assert 200 == response.status

@@ -422,7 +422,7 @@ def kill(one: One) -> None:
 def load(one: One, model: str) -> None:
     """Have a Triton load *model* as its files are now."""
     url = f"{one.server.http_url}/v2/repository/models/{model}/load"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=120) as response:
         assert 200 == response.status
 
 

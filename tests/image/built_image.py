@@ -116,7 +116,7 @@ class Image:
     def run(self, command: Sequence[str], **variables: str) -> tuple[int, str]:
         """Return the exit status of *command* and what it prints."""
         with self.start(command, **variables) as process:
-            printed, _ = process.communicate(timeout=60)
+            printed, _ = process.communicate(timeout=120)
         return process.returncode, printed
 
 
@@ -163,7 +163,7 @@ def ask(variables: Mapping[str, str], path: str, body: Any) -> Any:
     """Return what the service answers."""
     url = f"http://127.0.0.1:{variables['TRITON_OPENAI_PORT']}/v1/{path}"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
 

@@ -42,7 +42,7 @@ def _start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
 
 def _run(*arguments: str) -> tuple[int, str, str]:
     with _start(*arguments) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 
@@ -69,7 +69,7 @@ def test_banner_for_machines(triton, tmp_path: Path) -> None:
         models = {model["name"]: model for model in banner["models"]}
         assert service.status("/health/ready") == 200
         service.process.send_signal(signal.SIGINT)
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
         assert ("", [], 0) == (out, service.log_lines(), service.process.returncode)
 
     assert ("serving", True, urls.split(",")) == (banner["event"], banner["triton_answers"], banner["triton"])
@@ -87,7 +87,7 @@ def test_banner_for_people(triton) -> None:
         while not lines or "base_url" not in lines[-1]:
             lines.append(process.stdout.readline())
         process.terminate()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert ("", "", 0) == (out.strip(), err, process.returncode)
 
     text = "".join(lines)
@@ -227,7 +227,7 @@ def test_models_at_run_time(tmp_path: Path) -> None:
         with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
             assert client.is_model_ready("text_rerank")
         service.process.send_signal(signal.SIGTERM)
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
 
         assert (0, "", []) == (service.process.returncode, out, service.log_lines())
 

@@ -289,7 +289,9 @@ def test_flags_for_triton(triton: TestTriton) -> None:
     binary = Path(f"/proc/{pid}/exe").resolve()
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     environment = dict(one.decode().split("=", 1) for one in variables if b"=" in one)
-    shown = subprocess.run([binary, "--help"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    shown = subprocess.run(
+        [binary, "--help"], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     known = set(re.findall(r"^\s*(--[a-z][a-z-]+)", shown.stdout + shown.stderr, re.MULTILINE))
 
     assert "--model-repository" in known

@@ -19,6 +19,7 @@ import pytest
 from tests.clients.service import Reply, Service, serving, until
 from tests.loops import on_uvloop
 from tests.scrape import Scrape
+from tests.stopped import stop_process
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.serve import Stop, listening
 from triton_openai.config.tree import Settings
@@ -228,7 +229,7 @@ def test_who_waits_to_be_accepted_is_answered(tmp_path: Path, workers: int) -> N
         clients = connected(5)
         assert 200 == service.status("/health/live")
         for pid in processes:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         clients += connected(40)
         for client in clients:
             client.sendall(request)

@@ -449,7 +449,7 @@ def process(*arguments: str, **environ: str) -> Iterator[tuple[str, Callable[[],
 
         def stop() -> list[Any]:
             running.send_signal(signal.SIGTERM)
-            _, err = running.communicate(timeout=60)
+            _, err = running.communicate(timeout=120)
             assert 0 == running.returncode, err
             return [json.loads(line) for line in err.splitlines()]
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
+from tests.stopped import stop_process
 from tests.triton_fixture import TestTriton
 from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
@@ -100,7 +101,7 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
         for pid in (service.process.pid, *processes.values()):
             os.kill(pid, signal.SIGTERM)
         assert [True] * 8 == [ending.result(60) for ending in endings]
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
 
     assert ({200}, 0, "") == (statuses, service.process.returncode, out)
     assert [] == service.complaints()
@@ -184,8 +185,8 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
         before = pids(service)
         os.kill(before[1], signal.SIGQUIT)
         until(lambda: "most recent call first" in service.log.read_text())
-        os.kill(before[0], signal.SIGSTOP)
-        until(lambda: pids(service)[0] != before[0], 30)
+        stop_process(before[0])
+        until(lambda: pids(service)[0] != before[0])
         statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
         after = pids(service)
         ends = [(line["event"], line.get("how")) for line in log_of(service) if line.get("worker") == 0]

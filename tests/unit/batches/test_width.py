@@ -596,7 +596,7 @@ async def test_postgresql_notifies(postgresql: Server) -> None:
             id=name, owner=OWNER, kind="anthropic", endpoint="/x", input=name, created=1, window="1h", expires=2
         )  # fmt: skip
         await other.batches.add(batch, max_open=9, max_total=10**9)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await notified.wait()
 
     await changed(1)
@@ -604,7 +604,7 @@ async def test_postgresql_notifies(postgresql: Server) -> None:
     await connection.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not one._database._listening.is_closed():  # type: ignore[attr-defined]  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await one.listen(notified.set)
@@ -622,7 +622,7 @@ async def test_connections_that_nobody_uses_are_closed(postgresql: Server, monke
     stores = [open_batch_store(url)[0] for _ in range(6)]
     await asyncio.gather(*(store.batches.open_ids() for store in stores for _ in range(4)))
     connection = await asyncpg.connect(url)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while await connection.fetchval(  # noqa: ASYNC110 - nothing notifies of it
             "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             " AND backend_type = 'client backend'"

@@ -681,7 +681,7 @@ async def test_a_migration_may_take_longer_than_an_operation(postgresql: Server)
     assert database._connecting is not None
     assert not database._connecting.done()
     await blocking.close()
-    assert 0 == await database.run(count(), timeout=60)
+    assert 0 == await database.run(count(), timeout=120)
     assert [0] == migrations
     await database.close()
 
@@ -700,12 +700,12 @@ async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatc
     migrating = await migrating_of(database, blocking)
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
     with postgresql.frozen():
-        _, running = await asyncio.wait([migrating], timeout=60)
+        _, running = await asyncio.wait([migrating], timeout=120)
         assert not running
         assert isinstance(migrating.exception(), asyncpg.InterfaceError)
     await blocking.close()
-    monkeypatch.setattr(module, "_CONNECT_SECONDS", 60)
-    await database.run(nothing(), timeout=60)
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 120)
+    await database.run(nothing(), timeout=120)
     await database.close()
 
 
@@ -742,10 +742,10 @@ async def test_a_service_that_ends_while_the_server_hangs(
         await blocking.execute("SELECT pg_advisory_lock(7461834517)")
         await migrating_of(database, blocking)
     else:
-        await database.run(nothing(), timeout=60)
+        await database.run(nothing(), timeout=120)
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
     with postgresql.frozen():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await database.close()
         assert database._connecting is not None
         assert database._connecting.done()
@@ -885,5 +885,5 @@ async def test_a_driver_that_loses_its_way(postgresql: Server, monkeypatch: pyte
     lost = asyncpg.InternalClientError("cannot switch to state 15; another operation (2) is in progress")
     monkeypatch.setattr("triton_openai.storage.postgresql._execute", AsyncMock(side_effect=lost))
     with pytest.raises(OSError, match="another operation"):
-        await database.run(Mock(), timeout=60)
+        await database.run(Mock(), timeout=120)
     await database.close()
