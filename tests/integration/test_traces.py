@@ -411,7 +411,8 @@ async def test_a_stop_without_a_collector(traced_triton: TestTriton, capsys: pyt
     async with traced(traced_triton, settings) as proxy:
         assert 200 == (await ask(proxy, "chat", "vllm_model", steered(text="a"))).status
     (said,) = re.findall(r"the last spans were not sent.*seconds=\S*?([\d.]+)", capsys.readouterr().out)
-    assert float(said) < 1
+    # Not for half a minute, and not for so long either where the machine is busy.
+    assert float(said) < 10
 
 
 @pytest.mark.parametrize(
