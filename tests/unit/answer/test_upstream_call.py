@@ -267,7 +267,6 @@ async def test_a_failed_call_is_freed_at_once(kind: Kind) -> None:
 @every_case("kind", [generate, speak])
 async def test_a_silent_triton_is_left_where_the_settings_say_so(kind: Kind, clock: Clock) -> None:
     """With ``failover.on_timeout``, generations and speech go to another Triton before their first part."""
-    clock.freeze()
     tritons = [Triton(), Triton()]
     fleet, upstream = await of(*tritons, on_timeout=True)
     for triton in tritons:

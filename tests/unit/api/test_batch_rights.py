@@ -207,6 +207,7 @@ async def test_a_keys_file_that_says_nothing_of_batches(tmp_path: Path, rights: 
 ])  # fmt: skip
 async def test_limits_hold_for_lines(tmp_path: Path, limits: dict[str, int], clock: Clock) -> None:
     """Lines beyond what the key may use in a minute wait, and none fails; live requests share the limits."""
+    clock.run()
     folder = tmp_path / "-".join(f"{name}-{number}" for name, number in limits.items())
     folder.mkdir()
     keys = folder / "keys.yaml"

@@ -445,6 +445,7 @@ async def test_a_file_without_parts_is_empty() -> None:
 @every_case("begun", [True, False])
 async def test_an_answer_that_takes_too_long_is_ended(begun: bool, clock: Clock) -> None:
     """The limit of the whole answer ends it, also while nothing has come."""
+    clock.run()
     async with Served(1, timeout=30)() as served, connected(served.port) as reader:
         await served.started()
         if begun:

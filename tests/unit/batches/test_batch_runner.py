@@ -701,6 +701,7 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
 
     Lines of another key go on meanwhile. Waiting costs no attempt, and every line succeeds in the end.
     """
+    clock.run()
     with tempfile.TemporaryDirectory() as folder:
         async with process(Path(folder)) as one:
             one.host.limit, one.host.limits = limit, RateLimits(clock)

@@ -447,7 +447,6 @@ def _metrics(pending: int | None, microseconds: int, waiting: int) -> str:
 @every_case("pending, waiting, expected", [(3, 0, 6), (3, 5, 11), (None, 5, 13), (None, 0, 8)])
 async def test_queues_of_engines(pending: int | None, waiting: int, expected: float, clock: Clock) -> None:
     """The queue is what Triton says that waits, by its time in the queue where it does not, and the engine's own."""
-    clock.freeze()
     texts = [_metrics(pending, 1_000_000, waiting), _metrics(pending, 17_000_000, waiting)]
 
     async def read(self: TritonMetrics) -> Mapping[str, Sequence[str]]:
@@ -534,6 +533,7 @@ async def test_waits_count_while_live_requests_vary(clock: Clock) -> None:
     limit.running = 40
     limit.allowed = 40
     limit.overloaded(clock())
+    clock.advance(1)
     limit.allowed = 64
     host.live = lambda target: 22  # type: ignore[method-assign]
     first_tokens = FirstTokens()
