@@ -364,7 +364,7 @@ async def test_async_errors(async_client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await async_client.chat.completions.create(model="nobody", messages=user("Hello"), stream=True)
     stream = await async_client.chat.completions.create(
-        model="ensemble", messages=user(steered(text=WORDS, fail_at=2, delay_ms=5)), stream=True
+        model="vllm_model", messages=user(steered(text=WORDS, fail_at=2, delay_ms=5)), stream=True
     )
     async with stream:
         with pytest.raises(openai.APIError, match="told to fail"):
