@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.failures",
     "tests.scheduling",
     "tests.clock",
+    "tests.ports",
     "tests.extended",
     "tests.programs",
     "tests.triton_fixture",

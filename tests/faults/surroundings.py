@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -270,10 +269,3 @@ def failure(event: str) -> dict[str, Any]:
     assert ["error"] == list(content)
     assert {"message", "type", "param", "code"} == content["error"].keys()
     return dict(content["error"])
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.deploy_files import ROOT
+from tests.ports import free_port
 from tests.triton_fixture import TestTriton
 
 pytestmark = pytest.mark.timeout(1800)
@@ -133,9 +133,7 @@ def image() -> Iterator[Image]:
 @contextmanager
 def serving(image: Image, triton: TestTriton) -> Iterator[Mapping[str, str]]:
     """Start the image as it starts itself, and yield its variables; SIGTERM ends it with status 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     (packages,) = (image.root / PREFIX).glob("lib/python3*/site-packages")
     variables = {
         # Tests listen on the loopback interface only, the image on every one.

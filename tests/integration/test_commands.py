@@ -20,11 +20,11 @@ import pytest
 from tritonclient.grpc import InferenceServerClient
 
 from tests.clients.service import serving, until
+from tests.ports import free_ports
 from tests.programs import needs
 from triton_openai.cli import main
 from triton_openai.cli.banner import Banner, render_banner
 from triton_openai.demo.repository import build_repository
-from triton_openai.tritonserver.embedded import free_ports
 
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")}
 

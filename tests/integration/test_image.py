@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -30,6 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.deploy_files import IMAGES, ROOT, dockerfile, image_environment, of_stage, triton_flags
+from tests.ports import free_port
 from tests.triton_fixture import TestTriton
 
 # Building and installing take longer than a test usually may.
@@ -120,9 +120,7 @@ class Image:
         """
         (entry_point,), (command,) = of_stage("sidecar", "ENTRYPOINT"), of_stage("sidecar", "CMD")
         inside = image_environment("sidecar")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         environment = {
             **clean_environment(),
             **{name: value for name, value in inside.items() if name != "PATH"},
