@@ -150,7 +150,7 @@ def serving(image: Image, triton: TestTriton) -> Iterator[Mapping[str, str]]:
                 break
         yield variables
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(120)
     finally:
         process.kill()
         process.wait()
