@@ -28,7 +28,6 @@ _WAITS = {
 _TRIED_AGAIN = {
     "tests/engine/servers.py": "the server is asked again",
     "tests/faults/batch_soak.py": "a pause",
-    "tests/faults/hostile.py": "requests that are cut short have no answer",
     "tests/faults/test_companion.py": "the question is asked again",
     "tests/store_fixture.py": "the port is tried again",
     "tests/tls_fixture.py": "what is still open then is left",
