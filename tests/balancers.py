@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol
 
 import aiohttp
 
+from tests.ports import free_port
 from tests.programs import found
 
 # As often as a balancer would look, only faster.
@@ -96,9 +96,7 @@ class Nginx:
         folder.mkdir()
         # The service asks for none in its answers.
         self._buffering = "on; proxy_ignore_headers X-Accel-Buffering" if buffering else "off"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._folder = folder
         self._file = folder / "nginx.conf"
         self._generation = 0
@@ -147,7 +145,7 @@ class Nginx:
         """End it."""
         if self._process is not None:
             self._process.terminate()
-            await asyncio.to_thread(self._process.wait, 10)
+            await asyncio.to_thread(self._process.wait, 120)
 
 
 async def _answers(port: int) -> None:

@@ -71,7 +71,7 @@ def chat_server() -> Iterator[ChatServer]:
                 self.wfile.flush()
                 server.begun.set()
             if server.hangs:
-                server.ended.wait(30)
+                server.ended.wait(120)
                 self.close_connection = True
                 return
             self.wfile.write(b"0\r\n\r\n")

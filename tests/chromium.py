@@ -15,7 +15,7 @@ import aiohttp
 
 from tests.programs import found
 
-_SECONDS = 30
+_SECONDS = 120
 
 
 class Tab:

@@ -12,7 +12,7 @@ import pytest
 
 class Clock:
     """
-    The monotonic time of this process: it passes as usual, and in leaps where a test says so.
+    The monotonic time of this process. It stands still until the test moves it, so a slow machine is no slow service.
 
     The timers of asyncio's own event loops follow it, those of uvloop do not.
     """
@@ -21,14 +21,18 @@ class Clock:
         #: By how many seconds the test has moved it.
         self.moved = 0.0
         self._real: Callable[[], float] = time.monotonic
+        self._start = self._real()
+        self._runs = False
 
     def __call__(self) -> float:
-        return self._real() + self.moved
+        now = self._start
+        if self._runs:
+            now = self._real()
+        return now + self.moved
 
-    def freeze(self) -> None:
-        """Let no time pass from now on but what the test says."""
-        stopped = self._real()
-        self._real = lambda: stopped
+    def run(self) -> None:
+        """Let time pass as usual too, for a test that needs the service's own pauses."""
+        self._runs = True
 
     def advance(self, seconds: float) -> None:
         """Let *seconds* pass at once; timers that are due then run in the next turn of their loop."""
@@ -49,7 +53,7 @@ async def turns(count: int = 5) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the service and of the test's event loop. Where limits are long, only the test reaches them."""
+    """The clock of the service and of the test's event loop; see :class:`Clock`."""
     real, clock = time.monotonic, Clock()
     for name, module in list(sys.modules.items()):
         if name.startswith("triton_openai.") and getattr(module, "monotonic", None) is real:

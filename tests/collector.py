@@ -71,7 +71,7 @@ class Collector:
                 await asyncio.sleep(0.01)
 
         try:
-            await asyncio.wait_for(wait(), 20)
+            await asyncio.wait_for(wait(), 120)
         except TimeoutError:
             last = [(span.service, span.kind, span.name, span.trace, span.parent) for span in self.spans[-40:]]
             raise AssertionError(f"what was waited for has not come; the last spans are {last}") from None

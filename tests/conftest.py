@@ -22,6 +22,7 @@ pytest_plugins = [
     "tests.failures",
     "tests.scheduling",
     "tests.clock",
+    "tests.ports",
     "tests.extended",
     "tests.programs",
     "tests.triton_fixture",

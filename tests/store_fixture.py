@@ -19,10 +19,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.ports import free_port, free_ports
 from tests.programs import found
+from tests.stopped import stop_process
 
 # What a server, or a program that starts it, may take.
-_SECONDS = 60
+_SECONDS = 120
 
 
 class Server:
@@ -53,11 +55,10 @@ class Server:
         main = self._main()
         self._stopped = [main]
         _FROZEN.append(self)
-        os.kill(main, signal.SIGSTOP)
-        _until_stopped(main)
-        for child in Path(f"/proc/{main}/task/{main}/children").read_text().split():
-            self._stopped.append(int(child))
-            os.kill(int(child), signal.SIGSTOP)
+        stop_process(main)
+        for child in map(int, Path(f"/proc/{main}/task/{main}/children").read_text().split()):
+            self._stopped.append(child)
+            stop_process(child)
 
     def thaw(self) -> None:
         """Continue all processes, the main process last. Nothing happens if the server is not frozen."""
@@ -79,14 +80,6 @@ class Server:
 
 
 _FROZEN: list[Server] = []
-
-
-def _until_stopped(process: int) -> None:
-    """Wait until *process* has stopped: the signal only asks it to."""
-    deadline = time.monotonic() + _SECONDS
-    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
-        assert time.monotonic() < deadline, f"the process {process} does not stop"
-        time.sleep(0.001)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,11 +104,6 @@ def _run(command: Sequence[str], **options: Any) -> None:
     assert 0 == done.returncode, f"{command[0]} failed: {done.stdout}"
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Server]:
     """A PostgreSQL of its own."""
@@ -129,7 +117,7 @@ def running_postgresql(control_program: str) -> Iterator[Server]:
     """Run a PostgreSQL with the programs beside `pg_ctl`, whose path is *control_program*."""
     # Its other programs are beside it; a link to it may stand elsewhere.
     programs = Path(control_program).resolve().parent
-    port, numbers = _free_port(), count()
+    port, numbers = free_port(), count()
     # It does not run as root, who alone can enter pytest's own folders.
     user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -169,7 +157,7 @@ def pgbouncer(request: pytest.FixtureRequest, postgresql: Server) -> Iterator[Ca
 
     It refuses or ignores what a client sets when it connects. More clients than it has connections share these.
     """
-    program, port = found("PgBouncer"), _free_port()
+    program, port = found("PgBouncer"), free_port()
     direct = urlsplit(postgresql.url())
     ignored = "ignore_startup_parameters = idle_in_transaction_session_timeout, search_path"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -198,7 +186,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Redis of its own."""
     pytest.importorskip("redis")
     found("Redis")
-    port, numbers = _free_port(), count()
+    port, numbers = free_port(), count()
     # It writes nothing there.
     folder = str(tmp_path_factory.mktemp("redis"))
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
@@ -253,7 +241,8 @@ def running_s3(program: str) -> Iterator[Callable[[], Bucket]]:
         command += ["-volume.minFreeSpace=10MiB"]
 
         def start() -> tuple[int, subprocess.Popen[bytes]]:
-            ports = {kind: _free_port() for kind in (*kinds, "s3.port", "s3.port.grpc")}
+            names = (*kinds, "s3.port", "s3.port.grpc")
+            ports = dict(zip(names, free_ports(len(names)), strict=True))
             options = [f"-{kind}={port}" for kind, port in ports.items()]
             process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env={**os.environ, **environ})
             return ports["s3.port"], process
@@ -297,7 +286,7 @@ def _wait_for_bucket(name: str, environ: Mapping[str, str]) -> None:
         client_options={"allow_http": True},
         retry_config={"max_retries": 0},
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + _SECONDS
     while True:
         try:
             obstore.put(store, "probe", b"probe")

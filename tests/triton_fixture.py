@@ -23,6 +23,7 @@ from _pytest.runner import runtestprotocol
 
 from tests.speech import write_whisper_tokenizer
 from tests.standins.repository import BY_THEMSELVES, FURTHER, RECOGNIZERS, build_repository
+from tests.stopped import wait_until_stopped
 from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import BUILDERS, DemoRepository
@@ -95,21 +96,11 @@ def frozen(server: EmbeddedTriton) -> Iterator[None]:
     assert server.pid is not None
     os.killpg(server.pid, signal.SIGSTOP)
     try:
-        # The signal only asks every thread to stop.
-        while not all(state in "TtZX" for state in _states(server.pid)):
-            time.sleep(0.003)
+        wait_until_stopped(server.pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGCONT)
-
-
-def _states(pid: int) -> list[str]:
-    states = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            states.append(thread.read_text().rpartition(")")[2].split()[0])
-    return states
 
 
 def wait_for_end(server: EmbeddedTriton, timeout: float) -> int | None:

@@ -315,7 +315,7 @@ def test_the_first_token_is_not_waited_for(counted: OpenAI, tries: list[str]) ->
     """A stream whose first token takes its time is waited for, and not asked for twice."""
     prompt = steered(text=WORDS, first_delay_ms=1500)
     with counted.chat.completions.create(
-        model="vllm_model", messages=user(prompt), stream=True, timeout=openai.Timeout(20, read=10)
+        model="vllm_model", messages=user(prompt), stream=True, timeout=openai.Timeout(120)
     ) as stream:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
@@ -329,7 +329,7 @@ def test_a_client_that_waits_too_little(service: Service) -> None:
             impatient.chat.completions.create(
                 model="vllm_model", messages=user(steered(text=WORDS, first_delay_ms=3000))
             )
-        answer = impatient.with_options(timeout=20).chat.completions.create(model="vllm_model", messages=user(PROMPT))
+        answer = impatient.with_options(timeout=120).chat.completions.create(model="vllm_model", messages=user(PROMPT))
 
     assert WORDS == answer.choices[0].message.content
 
@@ -364,7 +364,7 @@ async def test_async_errors(async_client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await async_client.chat.completions.create(model="nobody", messages=user("Hello"), stream=True)
     stream = await async_client.chat.completions.create(
-        model="ensemble", messages=user(steered(text=WORDS, fail_at=2, delay_ms=5)), stream=True
+        model="vllm_model", messages=user(steered(text=WORDS, fail_at=2, delay_ms=5)), stream=True
     )
     async with stream:
         with pytest.raises(openai.APIError, match="told to fail"):

@@ -176,9 +176,18 @@ async def test_one_failed_prompt_stops_the_others(proxy, triton):
     answer = await proxy.post(PATHS["completions"], {"model": "ensemble", "prompt": prompts, "max_tokens": 4000})
 
     assert 502 == answer.status
-    events = await recorded(triton, model="preprocessing", event="request")
-    request_id = next(event["id"] for event in events if mark in event["inputs"]["QUERY"]["value"][0])
+    request_id = await preprocessed(triton, mark)
     assert "stopped" == (await end_of(triton, "tensorrt_llm", request_id))[0]
+
+
+async def preprocessed(triton, mark: str) -> str:
+    """Wait until an ensemble has begun on the prompt with *mark*, and return the request's id."""
+
+    def ids(events) -> list[str]:
+        return [event["id"] for event in events if mark in event["inputs"]["QUERY"]["value"][0]]
+
+    events = await recorded(triton, lambda found: bool(ids(found)), model="preprocessing", event="request")
+    return ids(events)[0]
 
 
 async def release(triton, limit: int) -> None:
@@ -270,8 +279,7 @@ async def test_a_whole_answer_has_a_time_limit(triton):
     settings = proxy_settings(triton, "http", request_timeout=1.5)
     async with serving(settings) as proxy:
         answer = await ask(proxy, "completions", "ensemble", steered(mark, **ENDLESS), max_tokens=4000)
-        events = await recorded(triton, model="preprocessing", event="request")
-        request_id = next(event["id"] for event in events if mark in event["inputs"]["QUERY"]["value"][0])
+        request_id = await preprocessed(triton, mark)
         how, _ = await end_of(triton, "tensorrt_llm", request_id)
 
     assert (504, "upstream_timeout") == (answer.status, answer.error["code"])

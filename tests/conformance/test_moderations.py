@@ -141,7 +141,7 @@ async def test_lines_of_batches(triton: TestTriton, tmp_path: Path, key: str, mo
         file = await (await client.post("/v1/files", data=form, headers=headers)).json()
         made = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
         batch = await (await client.post("/v1/batches", json=made, headers=headers)).json()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while batch["status"] not in ("completed", "failed"):
                 await asyncio.sleep(0.02)
                 batch = await (await client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()

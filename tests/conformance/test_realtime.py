@@ -87,7 +87,7 @@ class Client:
 
     async def event(self) -> dict[str, Any]:
         """Return the next event."""
-        event = dict(json.loads(await asyncio.wait_for(self.socket.receive_str(), 30)))
+        event = dict(json.loads(await asyncio.wait_for(self.socket.receive_str(), 120)))
         assert event["event_id"].startswith("event_")
         return event
 
@@ -411,7 +411,7 @@ async def test_frames_that_end_the_connection(proxy: Proxy) -> None:
         async with session(proxy) as client:
             with suppress(ConnectionError):
                 await client.socket.send_frame(b" " * size, kind)
-            message = await asyncio.wait_for(client.socket.receive(), 10)
+            message = await asyncio.wait_for(client.socket.receive(), 120)
             assert (WSMsgType.CLOSE, code) == (message.type, message.data)
 
 
@@ -492,7 +492,7 @@ async def test_the_number_of_sessions(keyed: Callable[..., Any]) -> None:
         assert 503 == refused.value.status
         await stack.enter_async_context(session(proxy, headers={"api-key": "two"}))
     sessions = proxy.client.app[SERVICE].realtime_sessions
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while sessions.total():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
@@ -518,7 +518,7 @@ async def test_memory(keyed: Callable[..., Any]) -> None:
         assert "audio_too_long" == (await clients[0].error())["code"]
         await clients[0].send("input_audio_buffer.commit")
         assert "" == text_of(await clients[0].until(f"{PREFIX}.completed"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while media.reserved:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
@@ -533,12 +533,12 @@ async def test_the_end_of_the_service(keyed: Callable[..., Any]) -> None:
             # It is taken before the end begins.
             await client.send("session.update", session={})
             await client.until("session.updated")
-            end = asyncio.create_task(proxy.client.app[DRAINING].drain(20))
-            message = await asyncio.wait_for(idle.socket.receive(), 10)
+            end = asyncio.create_task(proxy.client.app[DRAINING].drain(120))
+            message = await asyncio.wait_for(idle.socket.receive(), 120)
             assert (WSMsgType.CLOSE, 1012, "The service is stopping.") == (message.type, message.data, message.extra)
             events = await client.until(f"{PREFIX}.completed")
             assert " ".join(SENTENCE[:4]) == events[-1]["transcript"]
-            message = await asyncio.wait_for(client.socket.receive(), 10)
+            message = await asyncio.wait_for(client.socket.receive(), 120)
             assert (WSMsgType.CLOSE, 1012) == (message.type, message.data)
             await end
 
@@ -550,7 +550,7 @@ async def test_a_key_that_is_removed(keyed: Callable[..., Any], tmp_path: Path) 
         draining = proxy.client.app[DRAINING]
         draining.end_removed_keys({})
         assert "invalid_api_key" == (await client.error())["code"]
-        message = await asyncio.wait_for(client.socket.receive(), 10)
+        message = await asyncio.wait_for(client.socket.receive(), 120)
         assert (WSMsgType.CLOSE, 1008) == (message.type, message.data)
         assert "removed" in str(message.extra)
 
@@ -561,7 +561,7 @@ async def test_a_client_that_leaves(proxy: Proxy, recognizers: TestTriton) -> No
     async with session(proxy, f"{PATH}&model=transducer") as client:
         await client.speak(speak(SENTENCE))
         await client.until(f"{PREFIX}.delta")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while service.realtime_sessions.total() or service.executor.draining._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not service.media.reserved
@@ -579,7 +579,7 @@ async def test_a_bug(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pyte
         error = await client.error()
         assert "server_error" == error["type"]
         assert "secret" not in str(error)
-        message = await asyncio.wait_for(client.socket.receive(), 10)
+        message = await asyncio.wait_for(client.socket.receive(), 120)
         assert (WSMsgType.CLOSE, 1011) == (message.type, message.data)
 
 

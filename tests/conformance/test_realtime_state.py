@@ -77,7 +77,7 @@ async def test_audio_that_comes_while_the_service_begins_to_stop(
             await client.send("input_audio_buffer.append", audio=silence, event_id="last")
             events = await client.until(f"{PREFIX}.completed")
             assert " ".join(SENTENCE[:4]) == events[-1]["transcript"]
-            message = await asyncio.wait_for(client.socket.receive(), 10)
+            message = await asyncio.wait_for(client.socket.receive(), 120)
             assert (WSMsgType.CLOSE, 1012, "The service is stopping.") == (message.type, message.data, message.extra)
             await ends[0]
         assert not proxy.client.app[SERVICE].media.reserved

@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_after_the_thinking(budgeted, triton, model):
                 break
         name = json.loads(line.removeprefix(b"data: "))["id"]
         response.close()
-    ended, tokens = await asyncio.wait_for(end_of(triton, ENGINES[model], f"{name}-answer"), 60)
+    ended, tokens = await asyncio.wait_for(end_of(triton, ENGINES[model], f"{name}-answer"), 120)
 
     assert ended in {"cancelled", "stopped"}
     assert tokens < 3000

@@ -733,7 +733,7 @@ async def test_lines_of_batches_name_uploaded_files(recognizers: TestTriton, tmp
         file = await upload("\n".join(map(json.dumps, lines)).encode(), "batch")
         made = {"input_file_id": file, "endpoint": PATH, "completion_window": "1h"}
         batch = (await proxy.post("/v1/batches", made)).json
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while batch["status"] in ("validating", "in_progress", "finalizing"):
                 await asyncio.sleep(0.02)
                 batch = (await proxy.get(f"/v1/batches/{batch['id']}")).json

@@ -52,8 +52,8 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 _LONGEST_TURN = 0.05
-_ANSWER_SECONDS = 60.0
-_SETTLE_SECONDS = 30.0
+_ANSWER_SECONDS = 120.0
+_SETTLE_SECONDS = 120.0
 _EXAMPLES = 3
 _MOST_TURNS = 20
 # One batch of so many lines for so many requests, and how long it may take.
@@ -419,7 +419,7 @@ class _Connection:
     def send(self, request: Request) -> None:
         """Send a request; the answer to one that is not complete may come, and close the connection, meanwhile."""
         if self._socket is None:
-            self._socket = socket.create_connection(self._place, 10)
+            self._socket = socket.create_connection(self._place, 120)
             self._socket.settimeout(_ANSWER_SECONDS)
             self._file = _Kept(socket.SocketIO(self._socket, "r"))
         # What is refused by its head is answered before its body is read.

@@ -50,7 +50,7 @@ class Relay:
             for one in self._open:
                 _end(one)
         for thread in threads:
-            thread.join(5)
+            thread.join(120)
 
     def _accept(self) -> None:
         while True:

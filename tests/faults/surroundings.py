@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -44,7 +43,7 @@ QUICK = {**PATIENT, "first_token_timeout": 5, "idle_timeout": 4, "request_timeou
 IMPATIENT = {"x-first-token-timeout": "2", "x-idle-timeout": "2", "x-request-timeout": "3"}
 MEBIBYTE = 1024 * 1024
 #: Until the connection of the client that was last is gone from everywhere.
-_SETTLE_SECONDS = 20
+_SETTLE_SECONDS = 120
 # In MiB. The allocator keeps some 9 after a crowd of clients; answers that were kept for slow ones would be 22 or more.
 _MOST_GROWTH = 18
 
@@ -240,7 +239,7 @@ def asking(
 ) -> Iterator[Future[Reply]]:
     """Send a request from a thread and yield its answer to come."""
     with ThreadPoolExecutor(1) as threads:
-        yield threads.submit(service.send, "POST", path, request, headers, timeout=60)
+        yield threads.submit(service.send, "POST", path, request, headers, timeout=120)
 
 
 def assert_works(service: Service) -> None:
@@ -270,10 +269,3 @@ def failure(event: str) -> dict[str, Any]:
     assert ["error"] == list(content)
     assert {"message", "type", "param", "code"} == content["error"].keys()
     return dict(content["error"])
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -31,6 +31,7 @@ from openai import OpenAI
 from tests.clients.service import Service, serving, steered, until
 from tests.faults.surroundings import Own
 from tests.faults.test_workers import workers
+from tests.stopped import stop_process
 from tests.store_fixture import Bucket, Server
 
 KILLS = int(os.environ.get("BATCH_KILLS", "5"))
@@ -90,7 +91,7 @@ def test_kills(own: Own, tmp_path: Path) -> None:
         asked = sum(calls(own).values()) + draw.choice((0, 0, draw.randrange(LINES // KILLS)))
         with serving(tmp_path, *options) as service, OpenAI(base_url=service.base_url, api_key="none") as client:
             if turn % 5 == 2 or turn == KILLS - 1:
-                stop(service, state, unmarked if turn < KILLS - 1 else finalizing)
+                stop_when(service, state, unmarked if turn < KILLS - 1 else finalizing)
                 service.process.send_signal(signal.SIGKILL)
                 service.process.communicate()
             else:
@@ -122,7 +123,7 @@ def test_kills(own: Own, tmp_path: Path) -> None:
 def change(own: Own, what: str) -> None:
     """Have Triton load or unload the model of the lines."""
     url = f"{own.url('http')}/v2/repository/models/{MODEL}/{what}"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=120) as response:
         assert 200 == response.status
 
 
@@ -195,7 +196,7 @@ def test_workers_share_batches(own: Own, tmp_path: Path) -> None:
                 made[started(client, first, lines, 20).id] = first
             pids = [*workers(service).values()]
             pid = until(partial(_busy, state, pids, client, [*made]))[0]
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             # They may all have ended by now.
             lost = held(state, pid)
             os.kill(pid, signal.SIGKILL if lost else signal.SIGCONT)
@@ -255,7 +256,7 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
             place = until(partial(_running, services, batch))[0]
             other = clients[1 - place]
             until(partial(_counted, other, batch))
-            services[place].process.send_signal(signal.SIGSTOP)
+            stop_process(services[place].process.pid)
             opened, kept = asyncio.run(_fetch(url, batch))
             if opened:
                 break
@@ -266,7 +267,7 @@ def test_a_frozen_replica(own: Own, postgresql: Server, bucket: Bucket, tmp_path
         done: Any = until(partial(_completed, other, batch), 120)
         services[place].process.send_signal(signal.SIGCONT)
         # The frozen one may have had no lines at that moment.
-        until(lambda: done == clients[place].batches.retrieve(batch), 60)
+        until(lambda: done == clients[place].batches.retrieve(batch), 120)
         expected = {f"id-{number}": 1 for number in range(first, first + lines)}
         assert [expected] * 2 == [results(client, done) for client in clients]
         counts = done.request_counts
@@ -284,10 +285,10 @@ def kill(own: Own, service: Service, client: OpenAI, batch: str, asked: int) -> 
     service.process.communicate()
 
 
-def stop(service: Service, state: Path, condition: Callable[[Path], bool]) -> None:
+def stop_when(service: Service, state: Path, condition: Callable[[Path], bool]) -> None:
     """Stop *service* at one moment after the other, until *condition* holds or the batch has ended."""
     while True:
-        service.process.send_signal(signal.SIGSTOP)
+        stop_process(service.process.pid)
         # While it opens what a killed one has left, nobody else can read that.
         with contextlib.suppress(sqlite3.OperationalError):
             if condition(state) or not rows(state, "SELECT 1 FROM batch WHERE open = 1"):

@@ -47,7 +47,7 @@ def test_a_disk_without_room(own: Own, tmp_path: Path, workers: str) -> None:
         assert {200} == _answers(service, 20) | _answers(service, 20)
         until(lambda: _lost(service) >= before + 40)
         service.process.send_signal(signal.SIGTERM)
-        assert 0 == service.process.wait(30)
+        assert 0 == service.process.wait(120)
 
 
 def test_a_reader_that_does_not_read(own: Own, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_reader_that_does_not_read(own: Own, tmp_path: Path) -> None:
             # Nobody reads while it ends.
             assert {200} == _answers(service)
             service.process.send_signal(signal.SIGTERM)
-            assert 0 == service.process.wait(30)
+            assert 0 == service.process.wait(120)
 
 
 def test_a_reader_that_leaves(own: Own, tmp_path: Path) -> None:
@@ -88,4 +88,4 @@ def test_a_reader_that_leaves(own: Own, tmp_path: Path) -> None:
             told = next(event for event in events if event["event"] == "log lines were lost")
             assert ("error", "Broken pipe", _lost(service)) == (told["level"], told["reason"], told["lines"])
         service.process.send_signal(signal.SIGTERM)
-        assert 0 == service.process.wait(30)
+        assert 0 == service.process.wait(120)

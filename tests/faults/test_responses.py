@@ -90,5 +90,5 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
 
 def end_leases(file: Path) -> None:
     """Let the leases of makers that are dead end, without waiting for it."""
-    with contextlib.closing(sqlite3.connect(file, timeout=30)) as tables, tables:
+    with contextlib.closing(sqlite3.connect(file, timeout=120)) as tables, tables:
         tables.execute("UPDATE triton_openai_entry SET until = until - 60 WHERE until > ?", (time.time(),))

@@ -71,7 +71,7 @@ def request(service: Watched, content: bytes, **fields: str) -> socket.socket:
     """Return a connection over which *content*, the whole of a form or its beginning, was sent."""
     body = form(content, **fields)
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM_TYPE}\r\n"
-    connection = socket.create_connection(("127.0.0.1", service.port), 60)
+    connection = socket.create_connection(("127.0.0.1", service.port), 120)
     connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     return connection
 
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_in_mid_upload(hearing: Own, service: Watched) -> N
     with service.back_to_level():
         for share in (0.1, 0.5, 0.99):
             body = form(minutes())
-            connection = socket.create_connection(("127.0.0.1", service.port), 60)
+            connection = socket.create_connection(("127.0.0.1", service.port), 120)
             head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM_TYPE}\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: int(len(body) * share)])
             connection.close()

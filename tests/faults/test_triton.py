@@ -49,7 +49,7 @@ def test_killed_at_work(own: Own, both: dict[str, Watched]) -> None:
             own.begun("preprocessing" if model == "ensemble" else model, mark)
         own.server.kill()
         ends = [stream.rest()[-1] for stream in streams]
-        replies = [answer.result(30) for answer in answers]
+        replies = [answer.result(120) for answer in answers]
 
     # gRPC does not always tell a connection that broke from one that could not be made.
     for error in map(failure, ends):
@@ -144,7 +144,7 @@ def test_frozen_before_the_answer(own: Own, both: dict[str, Watched]) -> None:
             answers.append(opened.enter_context(asking(service, "/v1/embeddings", vector, IMPATIENT)))
             streams.append(opened.enter_context(Stream(service, "vllm_model", "Hello", headers=IMPATIENT)))
         events = [stream.rest() for stream in streams]
-        replies = [answer.result(30) for answer in answers]
+        replies = [answer.result(120) for answer in answers]
         late = both["grpc"].post("/v1/embeddings", vector)
         alive = [service.status("/health/live") for service in both.values()]
 
@@ -158,7 +158,8 @@ def test_frozen_before_the_answer(own: Own, both: dict[str, Watched]) -> None:
 
 def test_a_silent_model(both: dict[str, Watched]) -> None:
     """A model that falls silent in a Triton that is well is the same to a client."""
-    silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
+    # On a busy machine, two seconds may pass between its two words.
+    silence = {"x-idle-timeout": "5"}
     prompt = steered(text=WORDS, hang_at=2)
     with contextlib.ExitStack() as opened:
         streams = [
@@ -177,7 +178,7 @@ def test_an_answer_that_takes_too_long(both: dict[str, Watched]) -> None:
     limit = {"x-request-timeout": IMPATIENT["x-request-timeout"]}
     with contextlib.ExitStack() as opened:
         answers = [opened.enter_context(asking(service, COMPLETIONS, endless, limit)) for service in both.values()]
-        replies = [answer.result(30) for answer in answers]
+        replies = [answer.result(120) for answer in answers]
 
     assert [(504, "upstream_timeout")] * 2 == [(reply.status, reply.error["code"]) for reply in replies]
 
@@ -215,5 +216,5 @@ def test_unloaded_in_a_stream(own: Own, both: dict[str, Watched], model: str) ->
 def repository(own: Own, model: str, verb: str) -> None:
     """Have Triton itself load or unload *model*."""
     url = f"{own.server.http_url}/v2/repository/models/{model}/{verb}"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=120) as response:
         assert 200 == response.status

@@ -261,13 +261,12 @@ async def test_a_triton_that_is_killed_loses_only_what_has_a_token(three: dict[s
     settings = settings_of(three, routing=RoutingSettings(policy="round_robin"))
     async with fleet(settings) as proxy, running(proxy, 15) as streams:
         assert leases(proxy) == dict.fromkeys(NAMES, 5)
-        pid = three["a"].server.pid
-        assert pid is not None
         # So that it gives no token to those that come now.
-        os.killpg(pid, signal.SIGSTOP)
-        waiting = [asyncio.create_task(stream(proxy, body("vllm_model", f"Waiting {number}"))) for number in range(49)]
-        await until(lambda: leases(proxy)["a"] >= 5 + 16 or all(one.done() for one in waiting))
-        os.killpg(pid, signal.SIGKILL)
+        with frozen(three["a"].server):
+            sent = [body("vllm_model", f"Waiting {number}") for number in range(49)]
+            waiting = [asyncio.create_task(stream(proxy, one)) for one in sent]
+            await until(lambda: leases(proxy)["a"] >= 5 + 16 or all(one.done() for one in waiting))
+            kill(three["a"])
         answers = await asyncio.gather(*waiting)
         assert all(map(complete, answers))
         await until(lambda: sum(one.done() for one in streams) == 5)
@@ -372,7 +371,9 @@ async def test_stop_requests_reach_the_triton_that_works(three: dict[str, One]) 
         await asyncio.gather(*streams, return_exceptions=True)
         for one in three.values():
             begun_ids = {event["id"] for event in one.record.events(model="tensorrt_llm", event="request")}
-            one.record.wait_for(partial(_have_ended, begun_ids), 20, model="tensorrt_llm")
+            # In a thread: the service, which stops the engines, runs in this event loop.
+            ended = partial(_have_ended, begun_ids)
+            await asyncio.to_thread(one.record.wait_for, ended, 120, model="tensorrt_llm")
 
 
 def _have_ended(ids: set[str], events: Sequence[Mapping[str, Any]]) -> bool:
@@ -412,10 +413,16 @@ async def test_models_are_loaded_and_unloaded_everywhere(three: dict[str, One]) 
         assert having() == {"a", "b", "c"}
 
 
+def kill(one: One) -> None:
+    """Kill a Triton as the kernel does, with all its processes."""
+    assert one.server.pid is not None
+    os.killpg(one.server.pid, signal.SIGKILL)
+
+
 def load(one: One, model: str) -> None:
     """Have a Triton load *model* as its files are now."""
     url = f"{one.server.http_url}/v2/repository/models/{model}/load"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=120) as response:
         assert 200 == response.status
 
 
@@ -441,12 +448,10 @@ async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]
             assert {answer.status for answer in answers} == {200}
             assert three["c"].asked("vllm_model") > asked
             # Nor is what waits at one way of it lost with its only Triton.
-            pid = three["c"].server.pid
-            assert pid is not None
-            os.killpg(pid, signal.SIGSTOP)
-            waiting = [asyncio.create_task(stream(proxy, body("vllm_model", "Hello"))) for _ in range(12)]
-            await until(lambda: leases(proxy)["c"] >= 2)
-            os.killpg(pid, signal.SIGKILL)
+            with frozen(three["c"].server):
+                waiting = [asyncio.create_task(stream(proxy, body("vllm_model", "Hello"))) for _ in range(12)]
+                await until(lambda: leases(proxy)["c"] >= 2)
+                kill(three["c"])
             assert all(map(complete, await asyncio.gather(*waiting)))
     finally:
         config.write_text(before)

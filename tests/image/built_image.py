@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.deploy_files import ROOT
+from tests.ports import free_port
 from tests.triton_fixture import TestTriton
 
 pytestmark = pytest.mark.timeout(1800)
@@ -116,7 +116,7 @@ class Image:
     def run(self, command: Sequence[str], **variables: str) -> tuple[int, str]:
         """Return the exit status of *command* and what it prints."""
         with self.start(command, **variables) as process:
-            printed, _ = process.communicate(timeout=60)
+            printed, _ = process.communicate(timeout=120)
         return process.returncode, printed
 
 
@@ -133,9 +133,7 @@ def image() -> Iterator[Image]:
 @contextmanager
 def serving(image: Image, triton: TestTriton) -> Iterator[Mapping[str, str]]:
     """Start the image as it starts itself, and yield its variables; SIGTERM ends it with status 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     (packages,) = (image.root / PREFIX).glob("lib/python3*/site-packages")
     variables = {
         # Tests listen on the loopback interface only, the image on every one.
@@ -152,7 +150,7 @@ def serving(image: Image, triton: TestTriton) -> Iterator[Mapping[str, str]]:
                 break
         yield variables
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(120)
     finally:
         process.kill()
         process.wait()
@@ -163,7 +161,7 @@ def ask(variables: Mapping[str, str], path: str, body: Any) -> Any:
     """Return what the service answers."""
     url = f"http://127.0.0.1:{variables['TRITON_OPENAI_PORT']}/v1/{path}"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
 

@@ -89,7 +89,7 @@ class Stream:
     def cancel(self) -> None:
         """Cancel the call."""
         self._call.cancel()
-        self._reader.join(10)
+        self._reader.join(120)
 
     def _read(self) -> None:
         with contextlib.suppress(grpc.RpcError):
@@ -152,7 +152,7 @@ def generate(url: str, model: str, *, stream: bool = True, **body: Any) -> tuple
     """Call the generate extension and return the status and the JSON objects of the body."""
     address = f"{url}/v2/models/{model}/generate{'_stream' if stream else ''}"
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=20) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=120) as answer:
             status, text = answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

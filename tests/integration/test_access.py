@@ -101,7 +101,7 @@ async def raw(proxy: Proxy, method: str, target: str, *headers: str) -> tuple[in
     lines = [f"{method} {target} HTTP/1.1", "Host: localhost", "Connection: close", "Content-Length: 2", *headers]
     lines.append("Content-Type: application/json")
     writer.write("\r\n".join([*lines, "", "{}"]).encode())
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 120)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     status, *fields = head.decode().split("\r\n")
@@ -594,7 +594,7 @@ def test_as_a_process(triton: TestTriton, keys_file: Path, tmp_path: Path) -> No
         keys_file.write_text("keys: [{name: new, key: sk-new}]")
         until(lambda: service.post("/v1/completions", ask, Authorization="Bearer sk-new").status == 200)
         assert 401 == service.post("/v1/completions", ask, Authorization="Bearer sk-all").status
-        with socket.create_connection((service.host, service.port), timeout=10) as slow:
+        with socket.create_connection((service.host, service.port), timeout=120) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nHost")
             # Closed without an answer: the request is not whole.
             assert b"" == slow.recv(100)

@@ -472,7 +472,7 @@ def test_request_ids(service: Service) -> None:
 )  # fmt: skip
 def test_half_a_request(service: Service, request_bytes: bytes) -> None:
     """A client that leaves in the middle of its request leaves nothing behind."""
-    with socket.create_connection((service.host, service.port), timeout=10) as connection:
+    with socket.create_connection((service.host, service.port), timeout=120) as connection:
         connection.sendall(request_bytes)
 
     assert 200 == service.status("/health/ready")
@@ -490,7 +490,7 @@ def test_http_1_0(service: Service) -> None:
         body = json.dumps({**VALID[COMPLETIONS], "prompt": slow, "stream": stream}).encode()
         head = f"POST {COMPLETIONS} HTTP/{version}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         head += f"Connection: {keep}\r\n\r\n" if keep else "\r\n"
-        with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        with socket.create_connection((service.host, service.port), timeout=120) as connection:
             connection.sendall(head.encode() + body)
             answer = b"".join(iter(partial(connection.recv, 65536), b""))
         status, _, text = answer.partition(b"\r\n")

@@ -20,11 +20,11 @@ import pytest
 from tritonclient.grpc import InferenceServerClient
 
 from tests.clients.service import serving, until
+from tests.ports import free_ports
 from tests.programs import needs
 from triton_openai.cli import main
 from triton_openai.cli.banner import Banner, render_banner
 from triton_openai.demo.repository import build_repository
-from triton_openai.tritonserver.embedded import free_ports
 
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")}
 
@@ -42,7 +42,7 @@ def _start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
 
 def _run(*arguments: str) -> tuple[int, str, str]:
     with _start(*arguments) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 
@@ -53,7 +53,7 @@ def _inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=120) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -69,7 +69,7 @@ def test_banner_for_machines(triton, tmp_path: Path) -> None:
         models = {model["name"]: model for model in banner["models"]}
         assert service.status("/health/ready") == 200
         service.process.send_signal(signal.SIGINT)
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
         assert ("", [], 0) == (out, service.log_lines(), service.process.returncode)
 
     assert ("serving", True, urls.split(",")) == (banner["event"], banner["triton_answers"], banner["triton"])
@@ -87,7 +87,7 @@ def test_banner_for_people(triton) -> None:
         while not lines or "base_url" not in lines[-1]:
             lines.append(process.stdout.readline())
         process.terminate()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert ("", "", 0) == (out.strip(), err, process.returncode)
 
     text = "".join(lines)
@@ -114,7 +114,7 @@ def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
             assert any("For clients" in line or '"base_url"' in line for line in process.stdout)
             process.stdout.close()
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(120)
         finally:
             process.kill()
 
@@ -199,7 +199,7 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         (second,) = _tritons_of(process.pid)
 
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert first != second
         lines = map(json.loads, service.log_lines())
         told = [line for line in lines if line["event"] == "model could not be loaded"]
@@ -227,7 +227,7 @@ def test_models_at_run_time(tmp_path: Path) -> None:
         with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
             assert client.is_model_ready("text_rerank")
         service.process.send_signal(signal.SIGTERM)
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
 
         assert (0, "", []) == (service.process.returncode, out, service.log_lines())
 
@@ -335,7 +335,7 @@ def test_commands_of_a_demo_with_a_key() -> None:
         with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), head)) as response:
             (choice,) = json.load(response)["choices"]
         process.send_signal(signal.SIGINT)
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(120)
     finally:
         process.kill()
         process.communicate()

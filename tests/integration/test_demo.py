@@ -168,7 +168,7 @@ def test_a_client_that_leaves(demo: Service) -> None:
             body = json.dumps(asked(model, stream=True, max_tokens=1500, ignore_eos=True))
             connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
             connection.close()
-    connection = demo.connect(timeout=20)
+    connection = demo.connect(timeout=120)
     reply = exchange(connection, "POST", "/v1/chat/completions", asked("ensemble"))
     connection.close()
 

@@ -75,7 +75,7 @@ def server(repository: DemoRepository) -> Iterator[EmbeddedTriton]:
 def control(server: EmbeddedTriton, model: str, action: str) -> None:
     """Load or unload a model."""
     address = f"{server.http_url}/v2/repository/models/{model}/{action}"
-    with urllib.request.urlopen(urllib.request.Request(address, b"{}"), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(address, b"{}"), timeout=120) as answer:
         assert 200 == answer.status
 
 

@@ -246,7 +246,7 @@ def test_two_servers_live_side_by_side(server, repository):
         group = other.pid
         assert group is not None
         os.kill(group, signal.SIGKILL)
-        assert wait_for_end(other, 20.0) == -signal.SIGKILL
+        assert wait_for_end(other, 120.0) == -signal.SIGKILL
         assert group_members(group) == set()
         assert is_ready(server)
 
@@ -309,9 +309,9 @@ def test_a_server_is_killed_while_it_is_launched(tmp_path: Path) -> None:
     server = _KilledAtOnce(tmp_path)
     try:
         with pytest.raises(ConfigurationError, match="ended with status -9 while starting"):
-            server.start(20)
+            server.start(120)
         for killer in server.killers:
-            killer.join(5)
+            killer.join(120)
         assert server.killers != []
         assert not any(killer.is_alive() for killer in server.killers)
     finally:

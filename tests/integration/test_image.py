@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -30,6 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.deploy_files import IMAGES, ROOT, dockerfile, image_environment, of_stage, triton_flags
+from tests.ports import free_port
 from tests.triton_fixture import TestTriton
 
 # Building and installing take longer than a test usually may.
@@ -120,9 +120,7 @@ class Image:
         """
         (entry_point,), (command,) = of_stage("sidecar", "ENTRYPOINT"), of_stage("sidecar", "CMD")
         inside = image_environment("sidecar")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         environment = {
             **clean_environment(),
             **{name: value for name, value in inside.items() if name != "PATH"},
@@ -148,7 +146,7 @@ class Image:
             assert process.stdout.readline()
             yield environment
             process.send_signal(signal.SIGTERM)
-            assert 0 == process.wait(30)
+            assert 0 == process.wait(120)
         finally:
             process.kill()
             process.wait()
@@ -238,7 +236,7 @@ def test_the_image_runs(image: Image, triton: TestTriton) -> None:
     command = [part.replace(PREFIX, str(image.prefix)) for part in json.loads(line.partition(" CMD ")[2])]
 
     def healthy(environment: dict[str, str]) -> bool:
-        return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=30).returncode == 0
+        return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120).returncode == 0
 
     with image.running(triton) as environment:
         assert healthy(environment)
@@ -279,7 +277,7 @@ def ask(environment: Mapping[str, str], path: str, body: Any = None) -> Any:
     """Return what the service that runs with *environment* answers."""
     url = f"http://127.0.0.1:{environment['TRITON_OPENAI_PORT']}/v1/{path}"
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
+    with urllib.request.urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=120) as response:
         return json.load(response)
 
 
@@ -289,7 +287,9 @@ def test_flags_for_triton(triton: TestTriton) -> None:
     binary = Path(f"/proc/{pid}/exe").resolve()
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     environment = dict(one.decode().split("=", 1) for one in variables if b"=" in one)
-    shown = subprocess.run([binary, "--help"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    shown = subprocess.run(
+        [binary, "--help"], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     known = set(re.findall(r"^\s*(--[a-z][a-z-]+)", shown.stdout + shown.stderr, re.MULTILINE))
 
     assert "--model-repository" in known

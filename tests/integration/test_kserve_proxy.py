@@ -14,9 +14,9 @@ import pytest
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from tests.ports import free_ports
 from tests.programs import found, needs
 from tests.triton_fixture import TestTriton
-from triton_openai.tritonserver.embedded import free_ports
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kserve-protocol.md"
 KEY = {"api-key": "secret-key-1"}
@@ -40,7 +40,7 @@ def ports(request: pytest.FixtureRequest, triton: TestTriton, tmp_path: Path) ->
         yield http, grpc
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)
 
 
 def _nginx(triton: TestTriton, tmp_path: Path, log: Path, http: int, grpc: int) -> Sequence[str]:

@@ -63,8 +63,10 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
             fresh,
             "completions",
             "ensemble",
-            steered(text="one two three", delay_ms=30),
+            # So many that some come by themselves, however busy the machine is.
+            steered(text="one two three ", repeat=6, delay_ms=30),
             stream=True,
+            max_tokens=100,
             stream_options=USAGE,
         ),
         await ask(fresh, "chat", "ensemble", steered(text="one two"), n=2),

@@ -44,7 +44,7 @@ async def checked(fake: FakeTriton, settings: Settings) -> AsyncIterator[Proxy]:
     async with serving(settings) as proxy:
         await proxy.ready()
         events = [model.lazy_prompter.checked.wait() for model in proxy.models.served.values()]
-        await asyncio.wait_for(asyncio.gather(*events), 10)
+        await asyncio.wait_for(asyncio.gather(*events), 120)
         yield proxy
 
 
@@ -175,7 +175,7 @@ async def test_what_could_not_be_loaded_is_tried_again(
             model = proxy.models.served["m"]
             assert [False] == [served.can_chat for served in proxy.models.served.values()]
             save(folder, tokenizer_config=CHATML)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while not model.can_chat:  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)
     assert ["model cannot chat", "model can chat now"] == [line["event"] for line in lines if " chat" in line["event"]]
@@ -198,7 +198,7 @@ async def test_a_tokenizer_that_takes_for_ever(
     async with checked(fake, settings_of(fake, tokenizer=folder)) as proxy:
         early = await proxy.post(CHATS, HELLO)
         release.set()
-        monkeypatch.setattr(loading, "LOAD_SECONDS", 10)
+        monkeypatch.setattr(loading, "LOAD_SECONDS", 120)
         late = await proxy.post(CHATS, HELLO)
 
     assert (501, 200) == (early.status, late.status)
@@ -336,7 +336,7 @@ async def test_a_model_of_the_hub_that_cannot_be_had(
     with structlog.testing.capture_logs() as lines:
         async with checked(fake, settings) as proxy:
             completed = await proxy.post(COMPLETIONS, {"model": "m", "prompt": "a"})
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while len(asked) < 3:  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)
 

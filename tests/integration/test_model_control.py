@@ -282,7 +282,8 @@ async def test_a_storm_of_calls(proxy):
 async def test_running_requests_end_first(proxy):
     """A stream that runs is answered to its end while new requests are refused; then the model goes."""
     await load(proxy, "vllm_model")
-    async with streaming(proxy, text="one two three", repeat=40, delay_ms=20) as response:
+    # It has to last until a request has been refused, also on a busy machine.
+    async with streaming(proxy, text="one two three", repeat=80, delay_ms=20) as response:
         unloading = asyncio.create_task(unload(proxy, "vllm_model"))
         await until(lambda: is_closed(proxy))
         refused = await proxy.post("/v1/completions", {**prompt(text="no"), "stream": False})
@@ -332,12 +333,12 @@ async def runs(proxy: Proxy, model: str) -> bool:
 async def test_a_client_that_leaves(proxy):
     """What a client began goes on without it, and nobody else can begin the same meanwhile."""
     await load(proxy, "vllm_model")
-    async with streaming(proxy, text="one two three", repeat=40, delay_ms=20) as response:
+    async with streaming(proxy, text="one two three", repeat=600, delay_ms=20) as response:
         unloading = asyncio.create_task(unload(proxy, "vllm_model"))
         await until(lambda: is_closed(proxy))
         unloading.cancel()
         assert (409, "model_busy") == told(await unload(proxy, "vllm_model"))
-        await response.read()
+        response.close()
     await until(lambda: nothing(proxy))
     await until(lambda: can_load(proxy, "vllm_model"))
 
@@ -386,7 +387,7 @@ async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:
     writer.write(
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
     )
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 120)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     try:

@@ -76,7 +76,7 @@ def test_the_example_with_onnx(tmp_path: Path, triton: TestTriton) -> None:
         reply = running.post("/v1/embeddings", {"model": "text_embedding", "input": texts})
         first, second, third = (item["embedding"] for item in reply.json["data"])
         running.process.terminate()
-        assert 0 == running.process.wait(30)
+        assert 0 == running.process.wait(120)
     assert 8 == len(first)
     assert first == pytest.approx(second)
     assert first != pytest.approx(third)

@@ -99,12 +99,12 @@ async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path) -> None:
             await follower.add(new.port)
             assert {new.port, service.port} <= follower.ready
             service.process.terminate()
-            assert 0 == await asyncio.to_thread(service.process.wait, 60)
+            assert 0 == await asyncio.to_thread(service.process.wait, 120)
             assert [] == service.complaints()
         await _answers(clients, _CLIENTS)
         clients.stop()
         try:
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
         except TimeoutError:
             clients.problems.append("an answer did not end")
 

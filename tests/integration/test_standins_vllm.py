@@ -239,7 +239,7 @@ def test_over_http_only_a_stream_that_streams_is_cancelled(triton):
         words = 1500 if stream else 40
         body = {"text_input": steered(text="word ", repeat=words, delay_ms=10), "stream": stream, "id": request_id,
                 "sampling_parameters": json.dumps({"max_tokens": words})}  # fmt: skip
-        connection = http.client.HTTPConnection(address, timeout=20)
+        connection = http.client.HTTPConnection(address, timeout=120)
         connection.request("POST", "/v2/models/vllm_model/generate_stream", json.dumps(body))
         triton.record.wait_for(id=request_id, event="request")
         connection.close()

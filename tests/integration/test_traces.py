@@ -394,7 +394,7 @@ async def test_a_collector_that_speaks_grpc(
     with caplog.at_level(logging.WARNING, "opentelemetry"):
         async with traced(traced_triton, settings) as proxy:
             said = ""
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while "traces.otlp_protocol" not in said:
                     await chat(proxy, "vllm_model", new_trace()[1])
                     said += capsys.readouterr().out
@@ -411,7 +411,8 @@ async def test_a_stop_without_a_collector(traced_triton: TestTriton, capsys: pyt
     async with traced(traced_triton, settings) as proxy:
         assert 200 == (await ask(proxy, "chat", "vllm_model", steered(text="a"))).status
     (said,) = re.findall(r"the last spans were not sent.*seconds=\S*?([\d.]+)", capsys.readouterr().out)
-    assert float(said) < 1
+    # Not for half a minute, and not for so long either where the machine is busy.
+    assert float(said) < 10
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def process(*arguments: str, **environ: str) -> Iterator[tuple[str, Callable[[],
 
         def stop() -> list[Any]:
             running.send_signal(signal.SIGTERM)
-            _, err = running.communicate(timeout=60)
+            _, err = running.communicate(timeout=120)
             assert 0 == running.returncode, err
             return [json.loads(line) for line in err.splitlines()]
 
@@ -464,7 +465,7 @@ def fetch(address: str, headers: Mapping[str, str]) -> None:
     """Ask the service at *address*."""
     body = json.dumps(request("chat", "ensemble", steered(text="a"))).encode()
     call = urllib.request.Request(f"{address}{PATHS['chat']}", body, {"Content-Type": "application/json", **headers})
-    with urllib.request.urlopen(call, timeout=30) as response:
+    with urllib.request.urlopen(call, timeout=120) as response:
         assert 200 == response.status
 
 
@@ -530,7 +531,7 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
 
         service.until(both_have_answered)
         running.process.terminate()
-        assert 0 == running.process.wait(30)
+        assert 0 == running.process.wait(120)
 
     servers = [only(collector.of(trace, "triton-openai"), kind="SERVER") for trace, _ in traces]
     assert 2 == len({span.resource["service.instance.id"] for span in servers})

@@ -38,7 +38,7 @@ class Socket:
 
     async def event(self) -> dict[str, Any]:
         """Return the next event."""
-        return dict(json.loads(await asyncio.wait_for(self.raw.receive_str(), 30)))
+        return dict(json.loads(await asyncio.wait_for(self.raw.receive_str(), 120)))
 
     async def events(self) -> list[dict[str, Any]]:
         """Return the events up to the last one of a response, or to an error."""
@@ -223,7 +223,7 @@ async def test_frames_that_end_the_connection(triton: TestTriton) -> None:
         ):
             async with connected(proxy) as socket:
                 await socket.raw.send_frame(data, kind)
-                message = await asyncio.wait_for(socket.raw.receive(), 10)
+                message = await asyncio.wait_for(socket.raw.receive(), 120)
                 assert WSMsgType.CLOSE == message.type
                 assert code == message.data
 
@@ -307,7 +307,7 @@ async def test_a_client_that_leaves(proxies: dict[str, Proxy], triton: TestTrito
         await socket.ask("word " * 500, delay=10)
         await socket.event()
     draining = service.executor.draining
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while draining._tasks:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
@@ -340,7 +340,7 @@ async def test_the_end_of_the_service(triton: TestTriton) -> None:
         await busy.event()
         draining = proxy.client.app[DRAINING]
         end = asyncio.create_task(draining.drain(20))
-        message = await asyncio.wait_for(idle.raw.receive(), 10)
+        message = await asyncio.wait_for(idle.raw.receive(), 120)
         assert (WSMsgType.CLOSE, 1012) == (message.type, message.data)
         await busy.ask(stream_id="late")
         events = await busy.events()
@@ -348,7 +348,7 @@ async def test_the_end_of_the_service(triton: TestTriton) -> None:
         if events[-1]["type"] != "response.completed":
             events = await busy.events()
         assert "response.completed" == events[-1]["type"]
-        message = await asyncio.wait_for(busy.raw.receive(), 10)
+        message = await asyncio.wait_for(busy.raw.receive(), 120)
         assert 1012 == message.data
         await end
 
@@ -363,7 +363,7 @@ async def test_a_running_response_at_the_end_of_the_grace(triton: TestTriton) ->
         draining = proxy.client.app[DRAINING]
         await draining.drain(0)
         last: dict[str, Any] = {}
-        while (message := await asyncio.wait_for(busy.raw.receive(), 10)).type is WSMsgType.TEXT:
+        while (message := await asyncio.wait_for(busy.raw.receive(), 120)).type is WSMsgType.TEXT:
             last = json.loads(message.data)
         assert (WSMsgType.CLOSE, 1012) == (message.type, message.data)
         assert last["type"] in ("response.failed", "error"), last

@@ -46,7 +46,7 @@ def statuses(service: Service, key: str, *, clients: int, requests: int) -> Coun
 
     def ask(number: int) -> int:
         if number < clients:
-            start.wait(30)
+            start.wait(120)
         return service.post("/v1/completions", ASK, **{"api-key": key}).status
 
     with ThreadPoolExecutor(clients) as pool:

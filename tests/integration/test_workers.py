@@ -19,6 +19,7 @@ import pytest
 
 from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
+from tests.stopped import stop_process
 from tests.triton_fixture import TestTriton
 from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
@@ -100,7 +101,7 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
         for pid in (service.process.pid, *processes.values()):
             os.kill(pid, signal.SIGTERM)
         assert [True] * 8 == [ending.result(60) for ending in endings]
-        out, _ = service.process.communicate(timeout=60)
+        out, _ = service.process.communicate(timeout=120)
 
     assert ({200}, 0, "") == (statuses, service.process.returncode, out)
     assert [] == service.complaints()
@@ -180,12 +181,12 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
     What it is asked first, where it is, an operator may ask too: who can answer goes on. When the parent is killed, the
     workers notice, end, and free the port; the directory goes with them.
     """
-    with workers(tmp_path, triton, 2, settings={"server": {"worker_timeout": 3}}) as service:
+    with workers(tmp_path, triton, 2, settings={"server": {"worker_timeout": 6}}) as service:
         before = pids(service)
         os.kill(before[1], signal.SIGQUIT)
         until(lambda: "most recent call first" in service.log.read_text())
-        os.kill(before[0], signal.SIGSTOP)
-        until(lambda: pids(service)[0] != before[0], 30)
+        stop_process(before[0])
+        until(lambda: pids(service)[0] != before[0])
         statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
         after = pids(service)
         ends = [(line["event"], line.get("how")) for line in log_of(service) if line.get("worker") == 0]
@@ -250,7 +251,7 @@ def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
         with pytest.raises(http.client.IncompleteRead) as cut:
             running[1].getresponse().read()
         assert b'"service_stopping"' in cut.value.partial
-        assert 0 == service.process.wait(30)
+        assert 0 == service.process.wait(120)
 
 
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
@@ -329,4 +330,4 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
         until(lambda: {line["worker"] for line in log_of(service) if line["event"] == "model is served"} == {0, 1})
         assert 200 == service.status("/health/ready")
         service.process.terminate()
-        assert 0 == service.process.wait(40)
+        assert 0 == service.process.wait(120)

@@ -473,7 +473,7 @@ def test_load_generator_measures_a_server():
                 sys.executable, "-m", "bench.client", stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
             )
             try:
-                said, _ = await asyncio.wait_for(client.communicate(msgspec.json.encode(load)), 60)
+                said, _ = await asyncio.wait_for(client.communicate(msgspec.json.encode(load)), 120)
             finally:
                 if client.returncode is None:
                     client.kill()

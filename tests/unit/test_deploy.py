@@ -370,7 +370,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> Any:
         command = [analyze, *arguments, str(unit)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
     verified = run("verify", "--man=no")
     if "Failed to" in verified.stderr and "bus" in verified.stderr:
@@ -397,7 +397,7 @@ def test_the_template_starts_a_triton_for_a_gpu(tmp_path: Path) -> None:
 
     (tmp_path / "triton@.service").write_text(text)
     verify = [found("systemd-analyze"), "verify", "--man=no", str(tmp_path / "triton@3.service")]
-    verified = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
+    verified = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=120)
     if "Failed to" in verified.stderr and "bus" in verified.stderr:
         pytest.skip("systemd-analyze does not work here")
     assert (0, "") == (verified.returncode, verified.stderr)

@@ -103,7 +103,7 @@ async def test_what_runs_is_waited_for(pair):
     assert not refused(serving, "other")
 
     running.leave()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
     assert running.error is None
     assert not refused(serving, "m")
     again = Visitor(serving)
@@ -130,7 +130,7 @@ async def test_the_service_ends_when_nothing_runs():
     draining = asyncio.create_task(process.draining.drain(600))
     await asyncio.sleep(0)
     running.leave()
-    await asyncio.wait_for(draining, 10)
+    await asyncio.wait_for(draining, 120)
     assert running.error is None
 
 
@@ -139,7 +139,7 @@ async def test_what_runs_too_long_is_ended(pair):
     unloading, serving = pair
     running, other = Visitor(serving), Visitor(serving, "other")
     await until(lambda: running.inside and other.inside)
-    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
+    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 120)
     await running.task
 
     assert isinstance(running.error, ModelUnloading)
@@ -173,7 +173,7 @@ async def test_who_waits_is_turned_away(pair):
     assert (["m", "other"], ["m", "m"], 1) == (began, ended, len(admission.queue))
     assert not task.done()
     leave.set()
-    await asyncio.wait_for(asyncio.gather(task, *asked), 10)
+    await asyncio.wait_for(asyncio.gather(task, *asked), 120)
     assert ["m", "other", "other"] == began
 
 
@@ -220,7 +220,7 @@ async def test_a_process_that_dies_while_it_unloads():
     service.kill(0)
     await until(lambda: not refused(serving, "m"))
     running.leave()
-    await asyncio.wait_for(unload(serving, "m", grace=600), 10)
+    await asyncio.wait_for(unload(serving, "m", grace=600), 120)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -230,7 +230,7 @@ async def test_a_process_that_dies_is_not_waited_for():
     service, _, running, task = await unloading()
     assert not task.done()
     service.kill(1)
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
     running.leave()
     await running.task
 
@@ -241,7 +241,7 @@ async def test_a_process_that_starts_while_a_model_is_unloaded():
     late = Process(service.start(2))
     await until(lambda: refused(late, "m"))
     running.leave()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
     await until(lambda: not refused(late, "m"))
 
 
@@ -252,8 +252,8 @@ async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(
     unloading = Process(service.start(0))
     Process(service.start(1))
     service.hang(1)
-    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
-    await asyncio.wait_for(unloading.models.changed(), 10)
+    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 120)
+    await asyncio.wait_for(unloading.models.changed(), 120)
     assert not refused(unloading, "m")
 
 
@@ -281,7 +281,7 @@ def test_an_unload_waits_for_what_runs(steps):
                 assert not task.done()
                 visitor.leave()
                 await visitor.task
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 120)
             assert not any(refused(process, model) for process in processes)
 
     asyncio.run(play())

@@ -57,4 +57,4 @@ def test_the_values_for_kubernetes() -> None:
 @needs("Node.js")
 def test_the_program_for_node() -> None:
     """The program for Node.js is JavaScript."""
-    subprocess.run(["node", "--check", str(EXAMPLES / "openai-js/chat.js")], check=True, timeout=60)
+    subprocess.run(["node", "--check", str(EXAMPLES / "openai-js/chat.js")], check=True, timeout=120)

@@ -50,9 +50,9 @@ async def test_no_work_waits_for_longer_work() -> None:
     gate = threading.Event()
     long = await held(gate, cost=offload.LONG + 1, count=20)
     try:
-        assert 7 == await asyncio.wait_for(offload.run(lambda: 7, cost=offload.LONG), 30)
+        assert 7 == await asyncio.wait_for(offload.run(lambda: 7, cost=offload.LONG), 120)
         # asyncio's own threads, which resolve names and read files, are free as well.
-        assert 7 == await asyncio.wait_for(asyncio.to_thread(lambda: 7), 30)
+        assert 7 == await asyncio.wait_for(asyncio.to_thread(lambda: 7), 120)
         assert not any(task.done() for task in long)
     finally:
         gate.set()

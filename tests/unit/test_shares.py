@@ -104,7 +104,7 @@ async def test_one_key_does_not_take_what_others_need(path: str, access: str) ->
             assert (room - 4 if shared else room) == taken
             assert (0 if shared else 1) == await ask_often(second, 1)
             triton.may_go_on.set()
-            await asyncio.wait_for(asyncio.gather(*asking), 10)
+            await asyncio.wait_for(asyncio.gather(*asking), 120)
 
 
 def test_long_texts_of_one_key() -> None:

@@ -74,13 +74,13 @@ async def test_requests_of_a_removed_key_end(tmp_path: Path, path: str, body: di
                     keys._keys_changed()
             stays, *ended = asking
             for task in ended:
-                status, content = await asyncio.wait_for(task, 10)
+                status, content = await asyncio.wait_for(task, 120)
                 # A stream may have begun.
                 assert status == 401 or (status == 200 and "stream" in body)
                 assert b"The API key was removed." in content
                 assert b" two" not in content
             triton.may_go_on.set()
-            status, content = await asyncio.wait_for(stays, 10)
+            status, content = await asyncio.wait_for(stays, 120)
             assert 200 == status
             assert b"was removed" not in content
             assert content.rstrip().endswith((b"[DONE]", b"}"))
@@ -100,7 +100,7 @@ async def test_a_key_that_new_settings_remove(tmp_path: Path) -> None:
             assert proxy.client.app is not None
             new = Settings(triton=connection, access=AccessSettings(api_key=("b:sk-2",)))
             await apply_settings(proxy.client.app, new, reload=False)
-            assert "invalid_api_key" == (await asyncio.wait_for(asking, 10)).error["code"]
+            assert "invalid_api_key" == (await asyncio.wait_for(asking, 120)).error["code"]
 
 
 @every_case("mode, warns", [(0o644, True), (0o604, True), (0o666, True), (0o640, False), (0o600, False)])

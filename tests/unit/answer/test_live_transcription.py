@@ -130,6 +130,6 @@ async def test_a_transcription_that_ends_early() -> None:
     await turns(20)
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         await transcription.feed(spoken(100 * _PART))
     transcription.finish(b"")

@@ -313,7 +313,7 @@ async def test_a_triton_that_stops_answering_while_logits_are_read() -> None:
     assert second.receiver is not None
     second.bring("2")
     second.receiver.end(None)
-    await asyncio.wait_for(answer.over.wait(), 10)
+    await asyncio.wait_for(answer.over.wait(), 120)
     assert not second.paused
     assert [2] == [entry.id for delta in answer.deltas for entry in delta.logprobs]
     answer.run.close()
@@ -387,7 +387,6 @@ async def test_a_stream_that_falls_silent_ends_with_an_error(clock: Clock) -> No
     A stream that falls silent ends with an error, whether nothing came or nothing more; a slow client does not end
     it.
     """
-    clock.freeze()
     for texts, first in (((), 60), (("one",), 600)):
         answer = Answer(limits=TimeLimits(first_token=first, idle=60, total=None))
         if texts:
@@ -482,7 +481,7 @@ async def test_log_probabilities_from_logits(width: int) -> None:
     answer.engine.bring("1", "2", "3")
     answer.engine.bring("4")
     answer.engine.receiver.end(None)
-    await asyncio.wait_for(answer.over.wait(), 10)
+    await asyncio.wait_for(answer.over.wait(), 120)
 
     assert [1, 2, 3, 4] == [entry.id for delta in answer.deltas for entry in delta.logprobs]
     assert all(entry.rank == 1 for delta in answer.deltas for entry in delta.logprobs)

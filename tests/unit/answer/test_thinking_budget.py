@@ -227,7 +227,6 @@ async def test_no_thinking_at_all(prompt: str, requests: int) -> None:
 
 async def test_silence_after_the_thinking(clock: Clock) -> None:
     """The second request has the time of a first token until its own first token, and then that between tokens."""
-    clock.freeze()
     answer = Thinking(2, pieces_of("<think>one two three four", [1]), [Delta("a", tokens=1), Delta("b", tokens=1)])
     answer.bring(99)
     clock.advance(550)

@@ -49,7 +49,7 @@ async def test_answers_can_be_read_before_the_end(
             wrong = line(LINES, body={"model": MODEL, "prompt": "x", "max_tokens": -1})
             batch = await client.create([*(line(number) for number in range(LINES)), wrong])
             path = f"/v1/batches/{batch['id']}"
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while batch["request_counts"]["completed"] < 3:
                     _, batch = await client.call("GET", path)
             service.settings = replace(service.settings, batches=replace(batches, paused=True))

@@ -44,7 +44,7 @@ async def _ended(proxy: Proxy, path: str, lines: Sequence[Mapping[str, Any]]) ->
         file = (await response.json())["id"]
     made = {"input_file_id": file, "endpoint": path, "completion_window": "24h"}
     batch = (await proxy.post("/v1/batches", made)).json
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while batch["completed_at"] is None:
             await asyncio.sleep(0.02)
             batch = (await proxy.get(f"/v1/batches/{batch['id']}")).json

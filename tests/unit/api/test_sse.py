@@ -91,7 +91,7 @@ class ScriptedRun:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which is looked at when anything changes here."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -234,23 +234,23 @@ async def connected(port: int, version: int = 1, **options: Any) -> AsyncIterato
 
 
 async def head_of(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 120)
 
 
 async def chunks_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the chunks of a body, strictly read, up to its end."""
-    while size := int(await asyncio.wait_for(reader.readline(), 20), 16):
-        yield await asyncio.wait_for(reader.readexactly(size), 20)
+    while size := int(await asyncio.wait_for(reader.readline(), 120), 16):
+        yield await asyncio.wait_for(reader.readexactly(size), 120)
         assert b"\r\n" == await reader.readexactly(2)
     assert b"\r\n" == await reader.readexactly(2)
 
 
 async def broken_chunks_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the chunks of a body that the connection ends without a last one, in good order, or the test fails."""
-    while line := await asyncio.wait_for(reader.readline(), 20):
+    while line := await asyncio.wait_for(reader.readline(), 120):
         size = int(line, 16)
         assert size, "a whole body"
-        yield await asyncio.wait_for(reader.readexactly(size), 20)
+        yield await asyncio.wait_for(reader.readexactly(size), 120)
         assert b"\r\n" == await reader.readexactly(2)
 
 
@@ -278,7 +278,7 @@ def test_everything_comes_in_order(count: int, steps: list[tuple[int, list[str],
             head = await head_of(reader)
             assert head.startswith(b"HTTP/1.%d 200 " % version)
             if not version:
-                return await asyncio.wait_for(reader.read(), 20)
+                return await asyncio.wait_for(reader.read(), 120)
             return b"".join([chunk async for chunk in chunks_of(reader)])
 
     events = uvloop.run(ask()).decode().removesuffix("\n\n").split("\n\n")
@@ -350,7 +350,7 @@ async def test_a_client_that_reads_late_gets_the_error(version: int, secure: boo
             await served.started()
             (run,) = served.runs
             pushed = 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not run.pauses:
                     run.push([Delta(text)])
                     pushed += 1
@@ -361,7 +361,7 @@ async def test_a_client_that_reads_late_gets_the_error(version: int, secure: boo
             if version:
                 body = b"".join([chunk async for chunk in broken_chunks_of(reader)])
             else:
-                body = await asyncio.wait_for(reader.read(), 20)
+                body = await asyncio.wait_for(reader.read(), 120)
             writer.transport.abort()
 
     assert pushed == body.count(b"data: 0" + text.encode() + b"\n\n")
@@ -445,6 +445,7 @@ async def test_a_file_without_parts_is_empty() -> None:
 @every_case("begun", [True, False])
 async def test_an_answer_that_takes_too_long_is_ended(begun: bool, clock: Clock) -> None:
     """The limit of the whole answer ends it, also while nothing has come."""
+    clock.run()
     async with Served(1, timeout=30)() as served, connected(served.port) as reader:
         await served.started()
         if begun:
@@ -484,7 +485,7 @@ async def test_a_client_that_does_not_read(clock: Clock) -> None:
             await served.started()
             one, other = served.runs
             pushed = 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not one.pauses:
                     one.push([Delta(text)])
                     pushed += 1

@@ -701,6 +701,7 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
 
     Lines of another key go on meanwhile. Waiting costs no attempt, and every line succeeds in the end.
     """
+    clock.run()
     with tempfile.TemporaryDirectory() as folder:
         async with process(Path(folder)) as one:
             one.host.limit, one.host.limits = limit, RateLimits(clock)
@@ -837,7 +838,7 @@ async def test_a_frozen_process_writes_nothing(place: Place) -> None:
         assert {name: [200] for name in NAMES} == other.results(done)
         assert 20 == done.succeeded
         frozen.host.may_answer.set()
-        await asyncio.wait([task for task in [held.task] if task is not None], timeout=5)
+        await asyncio.wait([task for task in [held.task] if task is not None], timeout=120)
         with pytest.raises(LeaseLost):
             await frozen.files.store.lines.mark_running(held.part, [1])
         assert done == await other.seen(batch)

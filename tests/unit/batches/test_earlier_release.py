@@ -55,7 +55,7 @@ async def _run(database: Database, *statements: tuple[Any, ...]) -> Sequence[Seq
             rows = yield statement
         return rows
 
-    return await database.run(steps(), timeout=30.0, write=True)
+    return await database.run(steps(), timeout=120.0, write=True)
 
 
 async def _in_progress(place: Place, generation: int, until: float) -> tuple[Batch, Database]:

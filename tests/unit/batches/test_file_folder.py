@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_while_its_file_is_opened(
     goes_on, create = threading.Event(), files._create
 
     def slow(name: str) -> int:
-        goes_on.wait(10)
+        goes_on.wait(120)
         made.append(create(name))
         if fails:
             os.close(made[0])

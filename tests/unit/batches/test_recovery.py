@@ -61,7 +61,7 @@ async def test_an_answer_of_the_database_is_lost(operation: str, tmp_path: Path)
     async with process(tmp_path / operation) as one:
         lost = lose_answer(one, operation)
         batch = await one.batch(names)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             done = await one.ended(batch)
         assert ("completed", 40) == (done.status, done.succeeded)
         assert {name: [200] for name in names} == one.results(done)
@@ -197,7 +197,7 @@ async def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
 
         monkeypatch.setattr(one.files.store.leases, "renew", fails_once)
         one.runner._claims._next_renewal = 0.0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await one.until(batch, lambda _: renewed == 2)
         one.host.may_answer.set()
         await one.ended(batch)
@@ -330,7 +330,7 @@ async def test_a_lost_batch_closes_no_file_that_a_thread_reads(tmp_path: Path, m
 
     def slow(self: InputReader, count: int) -> Any:
         reads.set()
-        over.wait(30)
+        over.wait(120)
         try:
             os.fstat(self._file.fileno())
             open_then.append(True)
@@ -382,7 +382,7 @@ async def test_a_database_that_takes_no_further_connection(tmp_path: Path, monke
             raise StoreUnavailable("too many clients")
 
         monkeypatch.setattr(one.files.store, "listen", fails)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert 20 == (await one.ended(await one.batch(NAMES))).succeeded
 
 
@@ -471,7 +471,7 @@ async def test_slots_of_models_that_nobody_asks(tmp_path: Path) -> None:
     def rows() -> Any:
         return (yield ("SELECT model, holder FROM slot ORDER BY model, holder",))
 
-    assert [("m", ""), ("m", "b")] == await one.files.store._database.run(rows(), timeout=5)
+    assert [("m", ""), ("m", "b")] == await one.files.store._database.run(rows(), timeout=120)
     await one.files.store.close()
 
 

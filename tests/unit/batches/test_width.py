@@ -516,7 +516,6 @@ def _metrics(pending: int | None, microseconds: int, waiting: int) -> str:
 @every_case("pending, waiting, expected", [(3, 0, 6), (3, 5, 11), (None, 5, 13), (None, 0, 8)])
 async def test_queues_of_engines(pending: int | None, waiting: int, expected: float, clock: Clock) -> None:
     """The queue is what Triton says that waits, by its time in the queue where it does not, and the engine's own."""
-    clock.freeze()
     texts = [_metrics(pending, 1_000_000, waiting), _metrics(pending, 17_000_000, waiting)]
 
     async def read(self: TritonMetrics) -> Mapping[str, Sequence[str]]:
@@ -605,6 +604,7 @@ async def test_waits_count_while_live_requests_vary(clock: Clock) -> None:
     limit.running = 40
     limit.allowed = 40
     limit.overloaded(clock())
+    clock.advance(1)
     limit.allowed = 64
     host.live = lambda target: 22  # type: ignore[method-assign]
     first_tokens = FirstTokens()
@@ -667,7 +667,7 @@ async def test_postgresql_notifies(postgresql: Server) -> None:
             id=name, owner=OWNER, kind="anthropic", endpoint="/x", input=name, created=1, window="1h", expires=2
         )  # fmt: skip
         await other.batches.add(batch, max_open=9, max_total=10**9)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await notified.wait()
 
     await changed(1)
@@ -675,7 +675,7 @@ async def test_postgresql_notifies(postgresql: Server) -> None:
     await connection.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not one._database._listening.is_closed():  # type: ignore[attr-defined]  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await one.listen(notified.set)
@@ -693,7 +693,7 @@ async def test_connections_that_nobody_uses_are_closed(postgresql: Server, monke
     stores = [open_batch_store(url)[0] for _ in range(6)]
     await asyncio.gather(*(store.batches.open_ids() for store in stores for _ in range(4)))
     connection = await asyncpg.connect(url)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while await connection.fetchval(  # noqa: ASYNC110 - nothing notifies of it
             "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             " AND backend_type = 'client backend'"
@@ -717,9 +717,9 @@ async def test_the_bytes_of_an_owner_stay_right(place: Place) -> None:
         def steps():
             return (yield from bytes_of_owner(OWNER))
 
-        before: int = await one.files.store._database.run(steps(), timeout=30, write=True)
+        before: int = await one.files.store._database.run(steps(), timeout=120, write=True)
         await files.recount(OWNER)
-        assert before == await one.files.store._database.run(steps(), timeout=30, write=True)
+        assert before == await one.files.store._database.run(steps(), timeout=120, write=True)
         return before - ROW_SIZE * (before // ROW_SIZE)
 
     assert await files.reserve(file("a", 10, state="uploading", expires=time.time() + 99), 10**9)

@@ -107,7 +107,7 @@ class Service:
 
 async def reached(is_so: Callable[[], bool]) -> None:
     """Wait until something *is_so*."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         # What is waited for is a file, or a count.
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.001)

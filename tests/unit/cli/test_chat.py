@@ -234,7 +234,7 @@ def test_a_real_terminal(server: ChatServer, tmp_path: Path) -> None:
         until(b"Stopped.")
         until(b"> ")
         os.write(own, b"/exit\n")
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(120)
     finally:
         process.kill()
         process.wait()

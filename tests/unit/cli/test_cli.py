@@ -169,7 +169,7 @@ def test_who_asks_early_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_python_m() -> None:
     """`python -m triton_openai` is the same command."""
     done = subprocess.run(
-        [sys.executable, "-m", "triton_openai", "--version"], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-m", "triton_openai", "--version"], capture_output=True, text=True, check=True, timeout=120
     )
 
     assert f"triton-openai {triton_openai.__version__}\n" == done.stdout

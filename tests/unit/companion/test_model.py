@@ -32,7 +32,7 @@ class Sender:
     def next(self) -> Any:
         """Return the next response that is no pulse, None at the end."""
         while True:
-            response = self.sent.get(timeout=10)
+            response = self.sent.get(timeout=120)
             if response is None or response["d"] or response["n"] == 0:
                 return response
 
@@ -79,7 +79,7 @@ def test_what_one_turn_produces_is_one_response(model: Any) -> None:
     assert {"n": 1, "d": [[1, [5]], [2, [6]]]} == sender.next()
     carrier.close()
     assert sender.next() is None
-    assert owner.gone.wait(10)
+    assert owner.gone.wait(120)
 
 
 def test_a_client_that_never_reads(model: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_carrier_that_nobody_acknowledges_is_lost(model: Any, monkeypatch: pyt
     carrier = model.Carrier(owner, "front", sender)
     turn(carrier, owner, [1, [5]])
 
-    assert owner.gone.wait(10)
+    assert owner.gone.wait(120)
 
 
 def test_a_client_that_has_gone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_client_that_has_gone(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     model.Carrier(owner, "front", sender)
     sender.cancelled = True
 
-    assert owner.gone.wait(10)
+    assert owner.gone.wait(120)
 
 
 _JOINED = {

@@ -70,7 +70,7 @@ class Client:
     async def echo(self) -> bytes:
         """Send a line and return what comes back."""
         self.writer.write(b"line\n")
-        return await asyncio.wait_for(self.reader.readline(), 30)
+        return await asyncio.wait_for(self.reader.readline(), 120)
 
     @property
     def serial(self) -> str:

@@ -420,7 +420,7 @@ async def test_the_first_failure_ends_the_others() -> None:
                 [ImageReference("first", f"{address}/never"), ImageReference("second", f"{address}/missing")]
             )
         if any(request.path == "/never" for request in here.requests):
-            await asyncio.wait_for(here.left.wait(), 10)
+            await asyncio.wait_for(here.left.wait(), 120)
 
     assert "second" == caught.value.param
 

@@ -48,7 +48,7 @@ async def in_front_of(*configs: dict[str, Any]) -> AsyncIterator[tuple[Proxy, Fa
 
 async def until(true: Callable[[], bool]) -> None:
     """Wait until something is *true*."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not true():  # noqa: ASYNC110 - what happens elsewhere sets no event here
             await asyncio.sleep(0.01)
 

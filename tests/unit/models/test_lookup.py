@@ -121,7 +121,7 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
 
     def bind_slowly(*arguments: Any, **keywords: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
-        go_on.wait(20)
+        go_on.wait(120)
         return bind(*arguments, **keywords)
 
     async with (

@@ -373,7 +373,7 @@ async def test_lag_is_measured() -> None:
     """A loop that has nothing to do is hardly late."""
     measured: asyncio.Queue[float] = asyncio.Queue()
     task = asyncio.create_task(LoopLag(measured.put_nowait).run())
-    assert await asyncio.wait_for(measured.get(), 10) >= 0
+    assert await asyncio.wait_for(measured.get(), 120) >= 0
     task.cancel()
 
 

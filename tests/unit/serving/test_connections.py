@@ -39,7 +39,7 @@ async def _exchanged(port: int, request: str) -> list[str]:
     more = "GET /plain HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
     writer.write(f"{request}{'' if 'close' in request else more}".encode())
     try:
-        answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+        answer = (await asyncio.wait_for(reader.read(), 120)).decode()
     finally:
         writer.close()
     head, _, rest = _DATE.sub("Date: now", answer).partition("\r\n\r\n")

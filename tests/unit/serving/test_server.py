@@ -155,7 +155,7 @@ async def test_a_long_answer_leaves() -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         stopping = asyncio.create_task(server.http.stop(server.draining, 600, asyncio.Event()))
         assert len(await reader.readexactly(_LARGE)) == _LARGE
-        await asyncio.wait_for(stopping, 30)
+        await asyncio.wait_for(stopping, 120)
         writer.close()
 
     assert head.startswith(b"HTTP/1.1 200")
@@ -172,5 +172,5 @@ async def test_a_client_that_still_sends_gets_its_answer() -> None:
         stopping = asyncio.create_task(server.http.stop(server.draining, 60, asyncio.Event()))
         writer.write(bytes(_LARGE))
         assert b"answer" == await reader.read()
-        await asyncio.wait_for(stopping, 30)
+        await asyncio.wait_for(stopping, 120)
         writer.close()

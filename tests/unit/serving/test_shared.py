@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clock import Clock
 from triton_openai.access.rate_limits import Decision, RateLimit
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.workers import shared as module
@@ -153,15 +154,17 @@ async def test_nothing_leaks(steps: list[tuple[str, int]], most: int) -> None:
     assert most == admitted(decisions)
 
 
-async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parent_that_does_not_answer(clock: Clock) -> None:
     """Requests with limits are refused after a while, which counts nothing once it goes on."""
-    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.01)
     service = Workers()
     client = service.start(0)
     limit = RateLimit(concurrent_requests=1)
     service.stop_parent()
+    asking = asyncio.create_task(client.admit("a", limit))
+    await settled()
+    clock.advance(module._ANSWER_SECONDS)
     with pytest.raises(ServiceOverloaded) as caught:
-        await client.admit("a", limit)
+        await asking
     assert (503, "1") == (caught.value.status, caught.value.headers()["Retry-After"])
     service.go_on()
     await settled()

@@ -150,7 +150,7 @@ async def running(factory: Factory, count: int = 2, settings: Settings | None = 
     await until(lambda: len(factory.listening) == count)
     yield pool
     await pool.end(notice=False, hurried=asyncio.Event())
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
 
 
 async def test_a_worker_that_ends_is_replaced() -> None:
@@ -190,7 +190,7 @@ async def test_a_first_start_that_is_refused_ends_it_all() -> None:
         member.end(2)
 
     with pytest.raises(ConfigurationError, match="There is no adapter called x"):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 120)
 
 
 async def test_a_first_start_that_fails_ends_it_all() -> None:
@@ -202,7 +202,7 @@ async def test_a_first_start_that_fails_ends_it_all() -> None:
     factory.members[1].end(1)
 
     with pytest.raises(ServiceError, match="exit status 1"):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 120)
     assert all(member.status.done() for member in factory.members)
 
 
@@ -324,7 +324,7 @@ async def test_a_worker_that_ends_is_not_waited_for() -> None:
         asking = asyncio.create_task(one.worker.apply_settings(_NEW, reload=False))
         await asyncio.sleep(0)
         one.running.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert await asking is None
             assert await one.worker.apply_settings(_NEW, reload=False) is None
 
@@ -355,10 +355,10 @@ async def controlled(stop: Mock):
         asyncio.create_task(parent.run()),
         asyncio.create_task(worker_command._controlled(start, Mock(), stop, channel)),
     ]
-    await asyncio.wait_for(listening.wait(), 10)
+    await asyncio.wait_for(listening.wait(), 120)
     yield parent
     tasks[0].cancel()
-    await asyncio.wait_for(tasks[1], 10)
+    await asyncio.wait_for(tasks[1], 120)
 
 
 async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
         await turns(10)
         assert [] == taken
         slow.set()
-        refused, accepted, failed = await asyncio.wait_for(asyncio.gather(*answers), 10)
+        refused, accepted, failed = await asyncio.wait_for(asyncio.gather(*answers), 120)
 
     assert ("No such file.", None) == (refused, accepted)
     assert "failed to take" in failed
@@ -419,7 +419,7 @@ async def test_a_hurry_is_passed_on() -> None:
         for member in factory.members:
             member.obeys = True
         hurried.set()
-        await asyncio.wait_for(ending, 10)
+        await asyncio.wait_for(ending, 120)
 
     assert [[("end", False), ("hurry",)]] * 2 == [member.told[:2] for member in factory.members]
 
@@ -474,7 +474,7 @@ async def test_who_does_not_listen_yet_is_not_watched(clock: Clock) -> None:
     await clock.elapse(600, 100)
     assert [] == factory.members[0].signals
     await pool.end(notice=False, hurried=asyncio.Event())
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
 
 
 async def test_calls_arrive_as_they_were_made() -> None:

@@ -681,7 +681,7 @@ async def test_a_migration_may_take_longer_than_an_operation(postgresql: Server)
     assert database._connecting is not None
     assert not database._connecting.done()
     await blocking.close()
-    assert 0 == await database.run(count(), timeout=60)
+    assert 0 == await database.run(count(), timeout=120)
     assert [0] == migrations
     await database.close()
 
@@ -697,19 +697,15 @@ async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatc
     blocking = await asyncpg.connect(url)
     await blocking.execute("SELECT pg_advisory_lock(7461834517)")
     database = module.PostgresDatabase(url, lambda version: [])
-    with pytest.raises(TimeoutError):
-        await database.run(nothing(), timeout=0.5)
-    migrating = database._connecting
-    assert migrating is not None
-    assert not migrating.done()
+    migrating = await migrating_of(database, blocking)
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
     with postgresql.frozen():
-        _, running = await asyncio.wait([migrating], timeout=60)
+        _, running = await asyncio.wait([migrating], timeout=120)
         assert not running
         assert isinstance(migrating.exception(), asyncpg.InterfaceError)
     await blocking.close()
-    monkeypatch.setattr(module, "_CONNECT_SECONDS", 60)
-    await database.run(nothing(), timeout=60)
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 120)
+    await database.run(nothing(), timeout=120)
     await database.close()
 
 
@@ -723,8 +719,7 @@ async def test_a_service_that_ends_during_a_migration(postgresql: Server) -> Non
     blocking = await asyncpg.connect(url)
     await blocking.execute("SELECT pg_advisory_lock(7461834517)")
     database = PostgresDatabase(url, lambda version: [(1, ("CREATE TABLE slow (id TEXT)",))])
-    with pytest.raises(TimeoutError):
-        await database.run(nothing(), timeout=0.5)
+    await migrating_of(database, blocking)
     await database.close()
     await blocking.execute("SELECT pg_advisory_unlock(7461834517)")
     assert await blocking.fetchval("SELECT to_regclass('slow')") is None
@@ -745,13 +740,12 @@ async def test_a_service_that_ends_while_the_server_hangs(
     database = module.PostgresDatabase(url, lambda version: [])
     if migrates:
         await blocking.execute("SELECT pg_advisory_lock(7461834517)")
-        with pytest.raises(TimeoutError):
-            await database.run(nothing(), timeout=0.5)
+        await migrating_of(database, blocking)
     else:
-        await database.run(nothing(), timeout=60)
+        await database.run(nothing(), timeout=120)
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
     with postgresql.frozen():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await database.close()
         assert database._connecting is not None
         assert database._connecting.done()
@@ -776,6 +770,18 @@ async def test_a_listener_that_cannot_connect(postgresql: Server, monkeypatch: p
             with pytest.raises(OSError, match="no"):
                 await database.listen("changes", lambda: None)
     await database.close()
+
+
+async def migrating_of(database: Any, blocking: Any) -> asyncio.Task[Any]:
+    """Let a call begin the migration and give up; return its task, once it waits for the lock of *blocking*."""
+    with pytest.raises(TimeoutError):
+        await database.run(nothing(), timeout=0.05)
+    waiting = "SELECT COUNT(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    while not await blocking.fetchval(waiting):  # noqa: ASYNC110 - nothing notifies of it
+        await asyncio.sleep(0.01)
+    migrating: asyncio.Task[Any] = database._connecting
+    assert not migrating.done()
+    return migrating
 
 
 def nothing() -> Steps[None]:
@@ -884,7 +890,7 @@ async def test_a_driver_that_takes_a_cancellation_for_its_own(fails: bool) -> No
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
     task.cancel()
-    await asyncio.wait({task}, timeout=10)
+    await asyncio.wait({task}, timeout=120)
     assert task.cancelled()
     await store.close()
 
@@ -899,5 +905,5 @@ async def test_a_driver_that_loses_its_way(postgresql: Server, monkeypatch: pyte
     lost = asyncpg.InternalClientError("cannot switch to state 15; another operation (2) is in progress")
     monkeypatch.setattr("triton_openai.storage.postgresql._execute", AsyncMock(side_effect=lost))
     with pytest.raises(OSError, match="another operation"):
-        await database.run(Mock(), timeout=60)
+        await database.run(Mock(), timeout=120)
     await database.close()

@@ -45,7 +45,7 @@ async def test_lost_traces(queue_is_full: bool, monkeypatch: pytest.MonkeyPatch)
         for _ in range(5):
             await proxy.post("/v1/completions", {"model": "m", "prompt": "a"})
         expected = f"triton_openai_traces_lost_total {3 if queue_is_full else 5}.0"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while expected not in (await proxy.get("/metrics")).body.decode():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
     assert before == logging.getLogger(otlp._QUEUE_LOGGER).filters

@@ -256,7 +256,7 @@ def test_native_libraries_do_not_wait_for_a_reader() -> None:
             os.write(full, b"x" * select.PIPE_BUF)
     os.set_blocking(full, True)
     with os.fdopen(reading), os.fdopen(full, "w") as pipe:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=pipe, text=True, check=True, timeout=60)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=pipe, text=True, check=True, timeout=120)
     assert ["a child", "printed"] == sorted(done.stdout.splitlines())
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 1 <= len(done.stderr.splitlines()) <= 2 * MAX_NATIVE_LINES

@@ -290,14 +290,14 @@ async def test_a_mistake_about_a_model_does_not_end_discovery():
 
     catalog = Catalog(client, interval=0.001, changed=changed)
     running = asyncio.create_task(catalog.run())
-    await asyncio.wait_for(catalog.first.wait(), 30)
+    await asyncio.wait_for(catalog.first.wait(), 120)
     client.error = ValueError("a mistake of our own")
     for _ in range(2):
         client.asked.clear()
-        await asyncio.wait_for(client.asked.wait(), 30)
+        await asyncio.wait_for(client.asked.wait(), 120)
     client.error = None
     client.index.clear()
-    await asyncio.wait_for(twice.wait(), 30)
+    await asyncio.wait_for(twice.wait(), 120)
     running.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -41,7 +41,7 @@ async def pooled() -> AsyncIterator[tuple[ConnectionPool, asyncio.Queue[asyncio.
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    pool = ConnectionPool(f"http://127.0.0.1:{port}", ConnectionSettings(connect_timeout=5))
+    pool = ConnectionPool(f"http://127.0.0.1:{port}", ConnectionSettings(connect_timeout=60))
     try:
         yield pool, accepted
     finally:
@@ -86,7 +86,7 @@ async def test_silence_on_one_connection_is_held_against_the_idle_ones(silent: b
         one = HttpStream(pool, ASKED, nobody, message=lambda: REQUEST)
         await accepted.get()
         server.write(ANSWER)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await over.wait()
 
         one.close(silent=silent)
@@ -118,7 +118,7 @@ async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool
         stream.close()
         await turns()
         assert not receiver.mock_calls
-        await asyncio.wait_for(client.close(), 10)
+        await asyncio.wait_for(client.close(), 120)
 
 
 async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
@@ -127,7 +127,7 @@ async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
         # grpcio has a clock of its own.
         client = GrpcClient(f"grpc://{address}", ConnectionSettings(connect_timeout=0.2, control_timeout=60))
         with pytest.raises(UpstreamUnavailable):
-            await asyncio.wait_for(client.server_info(), 15)
+            await asyncio.wait_for(client.server_info(), 120)
         await client.close()
 
 
@@ -169,7 +169,7 @@ async def test_a_server_that_speaks_first(monkeypatch):
     async def connect_and_wait(*arguments, **options):
         transport, protocol = await connect(*arguments, **options)
         (await accepted.get()).write(b"SSH-2.0\r\n")
-        await asyncio.wait_for(lost.wait(), 10)
+        await asyncio.wait_for(lost.wait(), 120)
         return transport, protocol
 
     monkeypatch.setattr(loop, "create_connection", connect_and_wait)

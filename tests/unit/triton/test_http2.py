@@ -124,7 +124,7 @@ class Wire:
         self.transport.write = self._sent.extend
         self.transport.is_closing = lambda: self.transport.abort.called or self.transport.close.called
         self.transport.get_extra_info.return_value = None
-        self.channel = Channel("grpc://127.0.0.1:1", "/service/Method", ConnectionSettings(connect_timeout=5))
+        self.channel = Channel("grpc://127.0.0.1:1", "/service/Method", ConnectionSettings(connect_timeout=60))
         self.connection = self.channel._current = Connection(self.channel.submit)
         if clock is not None:
             self.connection._loop = clock  # type: ignore[assignment]
@@ -481,7 +481,7 @@ async def test_a_call_whose_end_cancels_another(how: str) -> None:
     elif how == "farewell":
         opened = b"".join(frame(HEADERS, END_HEADERS, stream_id, OPEN) for stream_id in (1, 3, 5))
         wire.feed(opened, frame(GOAWAY, 0, 0, number(0) + number(2)))
-    await asyncio.wait_for(third.ended.wait(), 10)
+    await asyncio.wait_for(third.ended.wait(), 120)
 
     assert [True, False, True] == [call.ended.is_set() for call in (first, second, third)]
 
@@ -744,7 +744,7 @@ class Peer:
 
     async def frame(self, kind: int) -> Frame:
         """Return the next frame, which is of this *kind*."""
-        head = await asyncio.wait_for(self._reader.readexactly(9), 10)
+        head = await asyncio.wait_for(self._reader.readexactly(9), 120)
         data = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
         assert kind == head[3]
         return head[3], head[4], int.from_bytes(head[5:9], "big"), data
@@ -757,7 +757,7 @@ class Peer:
 
     async def closed(self) -> None:
         """Wait until the client has closed the connection."""
-        assert b"" == await asyncio.wait_for(self._reader.read(), 10)
+        assert b"" == await asyncio.wait_for(self._reader.read(), 120)
 
 
 class Server:
@@ -772,7 +772,7 @@ class Server:
         self.server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self.server.sockets[0].getsockname()[1]
         self.channel = Channel(
-            f"grpc://127.0.0.1:{self.port}", "/service/Method", ConnectionSettings(connect_timeout=5)
+            f"grpc://127.0.0.1:{self.port}", "/service/Method", ConnectionSettings(connect_timeout=60)
         )
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -781,7 +781,7 @@ class Server:
 
     async def peer(self, **values: int) -> Peer:
         """Return the next connection, greeted."""
-        peer = await asyncio.wait_for(self._accepted.get(), 10)
+        peer = await asyncio.wait_for(self._accepted.get(), 120)
         await peer.greet(**values)
         return peer
 
@@ -810,7 +810,7 @@ async def server() -> AsyncIterator[Server]:
 
 async def outcome(call: Taking) -> tuple[list[Buffer], str, str]:
     """Return what a call has received, and its end."""
-    await asyncio.wait_for(call.ended.wait(), 10)
+    await asyncio.wait_for(call.ended.wait(), 120)
     assert call.end_of_call is not None
     return call.texts, *call.end_of_call
 
@@ -1006,7 +1006,7 @@ async def test_a_server_that_does_not_greet(said: bytes, reason: str) -> None:
     server = Server()
     await server.start()
     calls = [server.call() for _ in range(3)]
-    peer = await asyncio.wait_for(server._accepted.get(), 10)
+    peer = await asyncio.wait_for(server._accepted.get(), 120)
     peer.writer.write(said)
     peer.writer.close()
     for call in calls:

@@ -77,7 +77,6 @@ class Machine:
 @pytest.fixture
 async def machine(clock: Clock) -> AsyncIterator[Machine]:
     """A machine with three Tritons and no workers yet."""
-    clock.freeze()
     machine = Machine(clock, "a", "b", "c")
     yield machine
     for index in list(machine.fleets):

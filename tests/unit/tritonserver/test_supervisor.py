@@ -49,7 +49,7 @@ class Server(EmbeddedTriton):
     def start(self, timeout: float = 0) -> None:
         self.calls.append("start")
         if self._killed is not None:
-            self._killed.wait(10)
+            self._killed.wait(120)
             raise ConfigurationError("It was killed.")
         if self.calls.count("start") in self._failing_starts:
             raise ConfigurationError("It does not start.")
@@ -87,7 +87,7 @@ async def _until(condition) -> None:
         while not condition():  # noqa: ASYNC110 - what it waits for happens in threads
             await asyncio.sleep(0.002)
 
-    await asyncio.wait_for(look(), 30)
+    await asyncio.wait_for(look(), 120)
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +116,7 @@ async def test_the_place_of_the_log_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     )
     supervised = Supervisor(Server())
     async with _running(supervised):
-        await asyncio.wait_for(supervised.started.wait(), 30)
+        await asyncio.wait_for(supervised.started.wait(), 120)
 
     assert [("triton runs", {"its_log": "/somewhere/its.log"})] == said
 
@@ -126,7 +126,7 @@ async def test_triton_is_stopped_with_the_service() -> None:
     server = Server()
     supervised = Supervisor(server)
     async with _running(supervised):
-        await asyncio.wait_for(supervised.started.wait(), 30)
+        await asyncio.wait_for(supervised.started.wait(), 120)
 
     assert ["start", "stop"] == server.calls
 
@@ -136,7 +136,7 @@ async def test_triton_is_started_again() -> None:
     server = Server(failing_starts=(2, 3))
     supervised = Supervisor(server)
     async with _running(supervised):
-        await asyncio.wait_for(supervised.started.wait(), 30)
+        await asyncio.wait_for(supervised.started.wait(), 120)
         server.status = -9
         await _until(lambda: server.status is None)
 

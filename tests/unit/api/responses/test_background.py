@@ -86,14 +86,14 @@ class Stream:
     async def until(self, kind: str) -> dict[str, Any]:
         """Return the next event of *kind*."""
         while True:
-            block = await asyncio.wait_for(self.response.content.readuntil(b"\n\n"), 30)
+            block = await asyncio.wait_for(self.response.content.readuntil(b"\n\n"), 120)
             for event in events_of(block):
                 if event["type"] == f"response.{kind}":
                     return event
 
     async def rest(self) -> list[dict[str, Any]]:
         """Return the events up to the end."""
-        return events_of(await asyncio.wait_for(self.response.read(), 30))
+        return events_of(await asyncio.wait_for(self.response.read(), 120))
 
 
 def made_by(proxy: Proxy) -> Stream:
@@ -110,7 +110,7 @@ async def rows_of(store: Store, key: str, least: int, owner: str = "") -> None:
 async def resumed(proxy: Proxy, made: str, after: int | None = None) -> list[dict[str, Any]]:
     """Return all events of a response, or those after one."""
     query = "" if after is None else f"&starting_after={after}"
-    answer = await asyncio.wait_for(proxy.get(f"/v1/responses/{made}?stream=true{query}"), 30)
+    answer = await asyncio.wait_for(proxy.get(f"/v1/responses/{made}?stream=true{query}"), 120)
     assert 200 == answer.status
     return events_of(answer.body)
 
@@ -277,7 +277,7 @@ async def test_reading_what_another_process_makes(tmp_path: Path, monkeypatch: p
         async with Stream(other, "GET", f"/v1/responses/{made}?stream=true") as stream:
             assert "queued" == (await stream.until("created"))["response"]["status"]
             await stream.until("output_text.delta")
-            assert b": keep-alive\n\n" == await asyncio.wait_for(stream.response.content.readuntil(b"\n\n"), 30)
+            assert b": keep-alive\n\n" == await asyncio.wait_for(stream.response.content.readuntil(b"\n\n"), 120)
             assert "in_progress" == (await other.get(f"/v1/responses/{made}")).json["status"]
             triton.may_go_on.set()
             last = (await stream.rest())[-1]
@@ -418,7 +418,7 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     # Somebody else takes over.
     await store.put("k", "me", b"", 1, lease=("", 0))
     log.add(response_event("a", 40))
-    await asyncio.wait({log.task}, timeout=30)
+    await asyncio.wait({log.task}, timeout=120)
     assert log.task.cancelled()
     await log.close()
     found = b"".join([*(await store.chain("k", "me", [EVENTS], max_links=1)).rows, *(row.data for row in log.rows())])
@@ -442,7 +442,7 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
     read: dict[int, list[int]] = {after: [] for after in readers}
 
     async def read_on(after: int) -> bool:
-        found = await asyncio.wait_for(readers[after].next(0.0), 30)
+        found = await asyncio.wait_for(readers[after].next(0.0), 120)
         read[after] += [event["sequence_number"] for event in events_of(found or b"")]
         return found is not None
 

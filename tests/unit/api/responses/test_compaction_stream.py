@@ -43,7 +43,7 @@ class Frames:
 
     async def event(self) -> dict[str, Any]:
         """Return the next event."""
-        return dict(json.loads(await asyncio.wait_for(self._socket.receive_str(), 30)))
+        return dict(json.loads(await asyncio.wait_for(self._socket.receive_str(), 120)))
 
     async def until(self, kind: str) -> dict[str, Any]:
         """Return the next event of *kind*."""

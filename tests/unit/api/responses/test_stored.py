@@ -309,7 +309,7 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(SqliteStore, "put", slow_put)
     async with service("memory") as proxy:
         made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
-        await asyncio.wait_for(writing.wait(), 30)
+        await asyncio.wait_for(writing.wait(), 120)
         found = (await proxy.get(f"/v1/responses/{made['id']}")).json
         kept.set()
         assert ("in_progress", [], None) == (found["status"], found["output"], found["usage"])
@@ -321,7 +321,7 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
         kept.clear()
         writing.clear()
         made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
-        await asyncio.wait_for(writing.wait(), 30)
+        await asyncio.wait_for(writing.wait(), 120)
         # Another process would not find it.
         log = proxy.client.app[SERVICE].responses.live.pop(made["id"])
         await proxy.post(f"/v1/responses/{made['id']}/cancel", {})
