@@ -10,6 +10,8 @@ const ADDRESS = /https?:\/\/[^\s<>"'`()[\]]*[^\s<>"'`()[\].,:;!?*_~]/y;
 const TAGS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
 // A longer run of the same mark is text.
 const LONGEST_RUN = 3;
+// What stands above a code block: of the name of its language, in characters.
+const MAX_LANGUAGE = 30;
 
 /** Make a link, of these schemes only: one of a script would run with the page's rights, a relative one leads into it. */
 function link(label, address) {
@@ -239,6 +241,11 @@ function alignments(text) {
   return marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "left"));
 }
 
+/** Return the text of a list's item, in which a task's `[ ]` or `[x]` is a box. */
+function withBox(text) {
+  return text.replace(/^\[([ xX])\]\s+/, (_, mark) => (mark === " " ? "☐ " : "☑ "));
+}
+
 /** Return the texts and elements of a line. */
 const inline = (text) => new Line(text).parts();
 
@@ -298,7 +305,10 @@ export class Markdown {
       this.#open = el("code");
       const code = el("pre", this.#open);
       code.tabIndex = 0;
-      this.#add(item || this.#place, [el("div.block", el("button.copy", "Copy"), code)]);
+      const block = el("div.block", el("button.copy", "Copy"), code);
+      const [language] = text.slice(fence.length).trim().split(/\s/, 1);
+      if (language) block.dataset.language = language.slice(0, MAX_LANGUAGE);
+      this.#add(item || this.#place, [block]);
     } else if (!text) {
       this.#open = null;
     } else if (columns && columns.length === cells(head.text).length) {
@@ -361,7 +371,7 @@ export class Markdown {
     if (last && !deeper) this.#lists.pop();
     const list = !deeper && last?.list.tagName === kind ? last.list
       : this.#add(this.#lists.at(-1)?.item ?? this.#place, [Object.assign(el(kind.toLowerCase()), number && { start: number })]);
-    this.#open = this.#add(list, [filled(el("li"), inline(text))]);
+    this.#open = this.#add(list, [filled(el("li"), inline(withBox(text)))]);
     this.#lists.push({ indent, list, item: this.#open });
   }
 }

@@ -8,7 +8,7 @@ const ESCAPED = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
 
 class Node {
   constructor(tag, text = "") {
-    Object.assign(this, { tagName: tag.toUpperCase(), text, children: [], parent: null, classList: { add() {} } });
+    Object.assign(this, { tagName: tag.toUpperCase(), text, children: [], parent: null, classList: { add() {} }, dataset: {} });
   }
 
   append(...parts) {
@@ -28,6 +28,7 @@ class Node {
     const inner = this.children.map((child) => child.html()).join("");
     if (!this.tagName) return this.text.replace(/[&<>]/g, (character) => ESCAPED[character]);
     const shown = ["href", "start"].filter((name) => this[name] !== undefined).map((name) => ` ${name}="${this[name]}"`);
+    for (const [name, value] of Object.entries(this.dataset)) shown.push(` data-${name}="${value}"`);
     const tag = this.tagName.toLowerCase();
     return `<${tag}${shown.join("")}>${inner}</${tag}>`;
   }

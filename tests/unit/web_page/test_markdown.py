@@ -69,6 +69,14 @@ CASES: Mapping[str, str] = {
     "see https://example.com/x. xhttps://a.b": f"see {LINK.format('x', 'https://example.com/x')}. xhttps://a.b",
     "a<b>&": "a&lt;b&gt;&amp;",
 }
+BLOCKS: Mapping[str, str] = {
+    "- [ ] a\n- [x] b\n1. [X] c": '<ul><li>☐ a</li><li>☑ b</li></ul><ol start="1"><li>☑ c</li></ol>',
+    "- [x](https://example.com/x)": f"<ul><li>{LINK.format('x', 'x')}</li></ul>",
+    "- [y] a\n- [x]b": "<ul><li>[y] a</li><li>[x]b</li></ul>",
+    "```c++ title\na": '<div data-language="c++"><button>Copy</button><pre><code>a</code></pre></div>',
+    "~~~ yaml\na\n~~~": '<div data-language="yaml"><button>Copy</button><pre><code>a\n</code></pre></div>',
+    "```\na": "<div><button>Copy</button><pre><code>a</code></pre></div>",
+}
 
 
 def rendered(texts: Sequence[tuple[str, str, int, str, int]]) -> list[str | int]:
@@ -104,6 +112,14 @@ def test_blocks() -> None:
         "<p>**g\nh**</p></div>"
     )
     assert [expected] * 3 == rendered([("", text, 1, "", size) for size in (1, 5, 1000)])
+
+
+@needs("Node.js")
+def test_boxes_and_languages() -> None:
+    """Tasks of a list have boxes, and a code block has the name of its language; however the answer is cut."""
+    for size in (1, 1000):
+        html = rendered([("", text, 1, "", size) for text in BLOCKS])
+        assert {text: f"<div>{made}</div>" for text, made in BLOCKS.items()} == dict(zip(BLOCKS, html, strict=True))
 
 
 @needs("Node.js")
