@@ -206,7 +206,7 @@ audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the
 	$(call announce,the service twice$(comma) once with pip-audit and once without anything else,about 500 MB)
 	@$(INSTALL) '.[audit]'
 	rm -rf $(VENV)/audited
-	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $(VENV)/audited .
 	rm -rf $(VENV)/audited/triton_openai*
 	@$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
 	    echo "Vulnerabilities are listed above. A package that 'could not be audited' means that the data about" \
