@@ -375,7 +375,8 @@ async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
             await tab.open(str(proxy.client.make_url("/")))
             await tab.until("document.querySelector('#model').options.length > 1")
             await tab.type("#model", "vllm_model")
-            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n")
+            code = "```python\nif a > 1:\n    print('b')  # c\n```"
+            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n- [x] done\n\n{code}\n")
             await tab.type("#prompt", f"Fail <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
             await tab.click("#send")
             await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")

@@ -26,6 +26,7 @@ LINES = (
     "1. *x\n",
     "```\n",
     "~~~x\n",
+    "```py\n",
     "# x\n",
     "\n",
     "**x\n",
@@ -36,6 +37,8 @@ LINES = (
     "- - -\n",
     "    x\n",
 )
+#: Lines of code, each as long as one that has colours.
+CODE = ("'", '"', "`", "//", "/*", "#", "1.", "if ", "\\'", "'\\", "x", " ")
 #: What a repetition begins or ends with.
 AROUND = (
     ("", ""),
@@ -76,6 +79,13 @@ BLOCKS: Mapping[str, str] = {
     "```c++ title\na": '<div data-language="c++"><button>Copy</button><pre><code>a</code></pre></div>',
     "~~~ yaml\na\n~~~": '<div data-language="yaml"><button>Copy</button><pre><code>a\n</code></pre></div>',
     "```\na": "<div><button>Copy</button><pre><code>a</code></pre></div>",
+    "```py\n@f('x', 2.5)  # a \"b\"": '<div data-language="py"><button>Copy</button><pre><code>@f('
+    "<span class=text>'x'</span>, <span class=number>2.5</span>)  "
+    '<span class=comment># a "b"</span></code></pre></div>',
+    "```Rust\nfn f<'a>() // b": '<div data-language="Rust"><button>Copy</button><pre><code>'
+    "<span class=word>fn</span> f&lt;'a&gt;() <span class=comment>// b</span></code></pre></div>",
+    '```json\n{"a": "http://b", "c': '<div data-language="json"><button>Copy</button><pre><code>{'
+    '<span class=text>"a"</span>: <span class=text>"http://b"</span>, <span class=text>"c</span></code></pre></div>',
 }
 
 
@@ -141,6 +151,7 @@ def test_hostile_text() -> None:
     """Time grows with the text alone, whatever it repeats, in one line or in many, at once or in pieces."""
     texts = [("", "~~x", LENGTH // 3, "\n", 2 * LENGTH)]
     texts += [("", one, LENGTH // 10 // len(one), "\n", LENGTH) for one in LINES]
+    texts += [("```js\n", f"{one * (990 // len(one))}\n", 20, "", LENGTH) for one in CODE]
     for one in HOSTILE:
         count = LENGTH // 100 // len(one)
         texts.append(("", one, count, "", LENGTH // 1000))
