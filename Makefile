@@ -200,15 +200,17 @@ lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements*.lock, which the 
 	$(LOCK) --output-file deploy/requirements.lock
 	$(LOCK) --extra liquid --constraint deploy/requirements.lock --output-file deploy/requirements-liquid.lock
 
-# Of the service's own dependencies, and not of what the tests and the demo need.
+# Of the service's own dependencies, the newest and those of the images, and not of what the tests and the demo need.
 .PHONY: audit
 audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs
 	$(call announce,the service twice$(comma) once with pip-audit and once without anything else,about 500 MB)
 	@$(INSTALL) '.[audit]'
 	rm -rf $(VENV)/audited
-	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $(VENV)/audited .
 	rm -rf $(VENV)/audited/triton_openai*
-	@$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
+	@{ $(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) && \
+	    $(BIN)/python -m pip_audit --strict --progress-spinner off --disable-pip --require-hashes \
+	        --requirement deploy/requirements-liquid.lock $(ARGS); } || { \
 	    echo "Vulnerabilities are listed above. A package that 'could not be audited' means that the data about" \
 	         "it could not be reached: then nothing is known, neither good nor bad." >&2; exit 1; }
 

@@ -63,7 +63,7 @@ SHOWN = (
     f"snake_case_name.</p><ul><li>one<ul><li><a {LINK.format('a_(b)')}>deep</a></li></ul></li></ul>"
     '<ol start="1"><li>&lt;script&gt;pwned = 1&lt;/script&gt; &lt;img src=x onerror="pwned = 1"&gt;</li></ol>'
     "<p>[a](javascript:pwned=1) [b](java\tscript:pwned=1) [c](data:text/html,x) [d](/v1) ![e](//x.y/z.png)</p>"
-    '<div class="block"><button class="copy">Copy</button><pre tabindex="0"><code>'
+    '<div class="block" data-language="html"><button class="copy">Copy</button><pre tabindex="0"><code>'
     "&lt;script&gt;pwned = 1&lt;/script&gt;\n**no**\n</code></pre></div>"
     f"<p><a {LINK.format('x')}>https://example.com/x</a>.</p>"
 )
@@ -170,12 +170,21 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
         async with chromium.tab(tmp_path) as tab:
             await tab.open(str(proxy.client.make_url("/")))
             await tab.until("!document.querySelector('#key-form').hidden")
+            # Enter sends also where the browser would refuse the button, because no model is chosen.
+            await tab.type("#prompt", "Hello")
+            pressed = "new KeyboardEvent('keydown', { key: 'Enter', bubbles: true })"
+            await tab.run(f"document.querySelector('#prompt').dispatchEvent({pressed})")
+            await tab.until("document.querySelector('#problem').textContent.startsWith('No model can chat now.')")
             await tab.type("#key", "wrong")
             await tab.click("#key-form button")
-            await tab.until("document.querySelector('#key-problem').textContent.includes('key')")
+            await tab.until(
+                "document.querySelector('#key-problem').textContent.includes('does not accept this API key')"
+            )
+            assert "API key" == await tab.text("#key-button")
             await tab.type("#key", "sk-reader")
             await tab.click("#key-form button")
             await tab.until("document.querySelector('#key-form').hidden")
+            assert "API key: in use" == await tab.text("#key-button")
             cards = await tab.text("#models")
             assert re.search(r"vllm_model\s+ready\s+adapter vllm, also as a-name", cards)
             assert re.search(r"text_embedding\s+ready\s+adapter embeddings\s+embed", cards)
@@ -228,6 +237,31 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.click("#stream")
             assert '{"answer": "x", "sure": true}' in await said(tab, "Sure?", '{"answer": "x", "sure": true}')
             assert "json_schema" in await tab.text("#python")
+            # An answer that broke before its first character shows no empty block of code.
+            await tab.type("#prompt", f"Sure? <<steer {json.dumps({'text': 'a b', 'fail_at': 0})}>>")
+            await tab.click("#send")
+            await tab.until("document.querySelector('.bubble.broken [role=alert]')")
+            assert not await tab.run("Boolean(document.querySelector('.bubble.broken .block'))")
+            assert ["Copy", "Try again"] == await tab.run(
+                "[...document.querySelectorAll('.bubble.broken button')].map((one) => one.textContent)"
+            )
+
+            # Parameters without a field of their own: OpenAI's client takes them apart.
+            await tab.click("#new")
+            await tab.type("#more", '{"top_k": 3}')
+            await said(tab, "More?", "Yes.")
+            assert 3 == (await asked(tab))["top_k"]
+            assert 'extra_body={"top_k": 3},' in await tab.text("#python")
+            for text in ("[1]", "7", "{"):
+                await tab.type("#more", text)
+                await tab.type("#prompt", "Hello")
+                await tab.click("#send")
+                await tab.until(
+                    "document.querySelector('#problem').textContent.startsWith('More parameters, as JSON: ')"
+                )
+                await tab.type("#prompt", "")
+            await tab.type("#more", "")
+
             await tab.type("#schema", "{")
             await tab.type("#prompt", "Hello")
             await tab.click("#send")
@@ -341,7 +375,8 @@ async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
             await tab.open(str(proxy.client.make_url("/")))
             await tab.until("document.querySelector('#model').options.length > 1")
             await tab.type("#model", "vllm_model")
-            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n")
+            code = "```python\nif a > 1:\n    print('b')  # c\n```"
+            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n- [x] done\n\n{code}\n")
             await tab.type("#prompt", f"Fail <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
             await tab.click("#send")
             await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")
@@ -369,6 +404,10 @@ async def violations(tab: chromium.Tab, axe: Path) -> list[str]:
             found += [f"{theme} {width}: {name} {html}" for name, html in result]
             wide = await tab.run("document.documentElement.scrollWidth > document.documentElement.clientWidth")
             found += [f"{theme} {width}: it is wider than the window"] * bool(wide)
+            lefts = "[...document.querySelectorAll('body *')].map((one) => one.getBoundingClientRect().left)"
+            found += [f"{theme} {width}: a part begins left of the window"] * bool(
+                await tab.run(f"Math.min(...{lefts}) < 0")
+            )
     return found
 
 

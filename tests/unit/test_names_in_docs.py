@@ -203,9 +203,16 @@ def test_files(document: str) -> None:
     folders = "|".join(("adapters", "bench", "deploy", "docs", "templates", "tests", "triton_openai"))
     for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", TEXTS[document]):
         assert (ROOT / name).exists(), name
+    # Modules are named by their place in the package, and some with what is in them.
+    package = ROOT / "triton_openai"
+    packages = "|".join(sorted(path.name for path in package.iterdir() if path.is_dir()))
+    for name in re.findall(rf"`((?:{packages})/[\w/]+\.py)`", TEXTS[document]):
+        assert (package / name).exists(), name
+    for what, name in re.findall(rf"`(\w+)` in\s+`((?:{packages})/[\w/]+\.py)`", TEXTS[document]):
+        assert re.search(rf"\b{what}\b", (package / name).read_text(encoding="utf-8")), f"{what} in {name}"
     if "make " in TEXTS[document]:
-        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-        assert [] == unknown(re.findall(r"`make (\w+)", TEXTS[document]), targets)
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert [] == unknown(re.findall(r"`make ([\w-]+)", TEXTS[document]), targets)
 
 
 def commands() -> list[str]:

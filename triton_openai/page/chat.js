@@ -6,7 +6,7 @@ import { Markdown } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
-const SETTINGS = ["model", "system", ...NUMBERS, "reasoning_effort", "tools", "tool_choice", "schema"];
+const SETTINGS = ["model", "system", ...NUMBERS, "reasoning_effort", "more", "tools", "tool_choice", "schema"];
 const EXAMPLES = {
   tools: [{ type: "function", function: { name: "get_weather", description: "The weather in a city now.",
     parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }],
@@ -14,7 +14,7 @@ const EXAMPLES = {
     required: ["answer", "sure"], additionalProperties: false },
 };
 // Of a file that is attached as text.
-const MOST_TEXT = 1_000_000;
+const MAX_TEXT = 1_000_000;
 
 let running = null;
 let attached = [];
@@ -63,6 +63,15 @@ function json(field) {
   }
 }
 
+/** Return the parameters that have no field of their own. */
+function furtherParameters() {
+  const further = json("more") ?? {};
+  if (typeof further !== "object" || Array.isArray(further)) {
+    throw new Error(`${$("label[for=more]").textContent}: an object is needed, as in ${$("#more").placeholder}`);
+  }
+  return further;
+}
+
 function written(text) {
   const [call] = unanswered(chats.chat().messages);
   if (call) return { role: "tool", tool_call_id: call.id, content: text };
@@ -89,7 +98,7 @@ function request(messages) {
   if (tools) Object.assign(body, { tools, tool_choice: $("#tool_choice").value });
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
   if ($("#stream").checked) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
-  return body;
+  return Object.assign(body, furtherParameters());
 }
 
 /** Show what Send would send, else what was sent, in code. */
@@ -97,7 +106,8 @@ export function refreshCode() {
   const { messages } = chats.chat(), text = $("#prompt").value;
   const asked = messages.slice(0, messages.findLastIndex((message) => message.role !== "assistant") + 1);
   try {
-    showCode(request(text || !asked.length ? [...messages, written(text || "Hello!")] : asked));
+    const body = request(text || !asked.length ? [...messages, written(text || "Hello!")] : asked);
+    showCode(body, Object.keys(furtherParameters()));
   } catch { /* It is shown once the JSON is complete. */ }
 }
 
@@ -123,7 +133,11 @@ function bubble(message) {
   const place = el("div.said");
   actions.append(action("Copy", "Copy this message", (button) => copy(button, message.content, place)));
   if (message.role === "user") actions.append(action("Edit", "Change this message, and ask again", () => edit(message, made)));
-  if (message.role === "assistant") actions.append(action("Regenerate", "Ask again", () => again(message)));
+  if (message.role === "assistant") {
+    const button = action("Regenerate", "Ask again", () => again(message));
+    button.classList.add("again");
+    actions.append(button);
+  }
   made.append(place, actions);
   return { made, place };
 }
@@ -145,7 +159,8 @@ function broken(made, message) {
   made.classList.add("broken");
   const alert = el("p.problem", message.error);
   alert.setAttribute("role", "alert");
-  made.querySelector(".said").after(el("div.row", alert, action("Try again", "Ask again", () => again(message))));
+  made.querySelector(".said").after(alert);
+  made.querySelector(".again").textContent = "Try again";
 }
 
 /** Return a function that shows what has come of `answer` in `place` since its last call: once per frame, or `now`. */
@@ -155,10 +170,10 @@ function shower(answer, place) {
   details.hidden = true;
   place.append(details, content, calls, note);
   let thought = 0, said = 0, asked = 0;
-  if (answer.json) markdown.write("```\n");
   const render = () => atEnd(() => {
     asked = 0;
     if (answer.reasoning?.length > thought) reasoning.append(answer.reasoning.slice(thought));
+    if (answer.json && answer.content && !said) markdown.write("```json\n");
     if (answer.content.length > said) markdown.write(answer.content.slice(said));
     [thought, said] = [answer.reasoning?.length ?? 0, answer.content.length];
     details.hidden = !thought;
@@ -290,7 +305,8 @@ async function answerChat() {
 async function send() {
   const text = $("#prompt").value.trim();
   if (running || !(text || attached.length)) return;
-  $("#problem").textContent = "";
+  $("#problem").textContent = $("#model").value ? "" : "No model can chat now. The list of models says why.";
+  if (!$("#model").value) return;
   try {
     request([]);
   } catch (error) {
@@ -370,7 +386,7 @@ async function attach(files) {
         reader.readAsDataURL(file);
       });
       attached.push({ name: file.name, url });
-    } else if (file.size > MOST_TEXT) {
+    } else if (file.size > MAX_TEXT) {
       $("#problem").textContent = `${file.name} is longer than a million bytes.`;
     } else {
       attached.push({ name: file.name, text: await file.text() });

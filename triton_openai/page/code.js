@@ -9,15 +9,18 @@ function python(value) {
   return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one)}`).join(", ")}}`;
 }
 
-/** Show the request `body`; an attached image is cut. */
-export function showCode(body) {
+/** Show the request `body`; an attached image is cut. OpenAI's client takes the fields `further` in `extra_body` only. */
+export function showCode(body, further) {
   const url = new URL("v1", document.baseURI).href;
   const header = hasKey() ? ' \\\n  -H "Authorization: Bearer $API_KEY"' : "";
   const short = JSON.parse(JSON.stringify(body, (name, value) => (name === "url" ? value.replace(/(;base64,.{20}).{40,}/s, "$1…") : value)));
   const data = JSON.stringify(short, null, 2).replaceAll("'", "'\\''");
   $("#curl").textContent =
     `curl ${body.stream ? "-N " : ""}${url}/chat/completions${header} \\\n  -H 'Content-Type: application/json' \\\n  -d '${data}'`;
-  const fields = Object.entries(short).map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
+  const extra = Object.fromEntries(further.map((name) => [name, short[name]]));
+  const own = Object.entries(short).filter(([name]) => !further.includes(name));
+  const fields = [...own, ...(further.length ? [["extra_body", extra]] : [])]
+    .map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
   $("#python").textContent = [
     hasKey() ? "import os\n" : null,
     "from openai import OpenAI\n",

@@ -34,7 +34,6 @@ export async function ask(path, options = {}) {
 
 // What to do, by the status of an answer.
 const ADVICE = {
-  401: "Enter a valid API key: the button at the top of the page.",
   403: "This API key does not allow it. Use another key.",
   404: "The model is not there any more. Choose another one.",
   413: "This is too large. Attach less, or start a new chat.",
@@ -50,6 +49,10 @@ export function explain(error) {
   if (error instanceof TypeError) return "The service does not answer. Is it running, and does this browser reach it?";
   if (error.code === "context_length_exceeded") {
     return `The chat is longer than the model can read. Start a new chat, or lower “Max. tokens”. (${error.message})`;
+  }
+  if (error.status === 401) {
+    if (!key) return "This service needs an API key: enter yours at the top of the page.";
+    return `The service does not accept this API key: enter another one at the top of the page. (${error.message})`;
   }
   const advice = ADVICE[error.status];
   if (!advice) return error.message;
@@ -108,16 +111,18 @@ export function onKey(ready) {
   async function use(entered) {
     key = entered;
     $("#key-problem").textContent = "";
+    let accepted = false;
     try {
       await ready();
+      accepted = key !== "";
       $("#key-form").hidden = true;
       $("#key").value = "";
     } catch (error) {
-      $("#key-problem").textContent = error.message;
+      $("#key-problem").textContent = explain(error);
     }
     if ($("#forget")) {
       $("#forget").hidden = !key;
-      $("#key-button").textContent = key ? "API key: in use" : "API key";
+      $("#key-button").textContent = accepted ? "API key: in use" : "API key";
     }
   }
 }

@@ -1,5 +1,5 @@
 // GET openapi.json for people: each operation with its parameters, its body and its answers.
-import { $, ask, el, onKey } from "./common.js";
+import { $, ask, el, explain, onKey } from "./common.js";
 
 let components;
 const named = (schema) => schema.$ref?.split("/").pop();
@@ -65,6 +65,8 @@ async function load() {
   const text = await (await ask("openapi.json")).text(), document_ = JSON.parse(text);
   components = document_.components;
   $("#about").textContent = `${document_.info.version} · OpenAPI ${document_.openapi}`;
+  $("#about").className = "";
+  $("#download").hidden = false;
   $("#download").href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   const every = Object.entries(document_.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, one]) => ({ path, method, one })));
@@ -114,4 +116,7 @@ function search() {
 
 $("#search").addEventListener("input", search);
 onKey(load);
-load().catch((error) => { $("#about").textContent = error.message; });
+load().catch((error) => {
+  $("#about").textContent = explain(error);
+  $("#about").className = "bad";
+});

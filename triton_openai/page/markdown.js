@@ -1,6 +1,7 @@
 // Markdown of a model's answer as DOM nodes, while it arrives. Text is never read as HTML, and a line that has ended is
 // never rendered again: a long answer costs no more per line than a short one.
 import { el } from "./common.js";
+import { highlighted } from "./highlight.js";
 
 // The line that has not ended is rendered with each frame, so a longer one is cut.
 const LONGEST = 4000;
@@ -10,6 +11,8 @@ const ADDRESS = /https?:\/\/[^\s<>"'`()[\]]*[^\s<>"'`()[\].,:;!?*_~]/y;
 const TAGS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
 // A longer run of the same mark is text.
 const LONGEST_RUN = 3;
+// What stands above a code block: of the name of its language, in characters.
+const MAX_LANGUAGE = 30;
 
 /** Make a link, of these schemes only: one of a script would run with the page's rights, a relative one leads into it. */
 function link(label, address) {
@@ -239,13 +242,18 @@ function alignments(text) {
   return marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "left"));
 }
 
+/** Return the text of a list's item, in which a task's `[ ]` or `[x]` is a box. */
+function withBox(text) {
+  return text.replace(/^\[([ xX])\]\s+/, (_, mark) => (mark === " " ? "☐ " : "☑ "));
+}
+
 /** Return the texts and elements of a line. */
 const inline = (text) => new Line(text).parts();
 
 /** An answer as far as it has been written, shown in `place`. */
 export class Markdown {
-  // Where the next line goes on: the marker of an open code block, the element that it would continue, the open lists.
-  #fence = ""; #open = null; #lists = [];
+  // Where the next line goes on: the marker of an open code block and its language, the element that it would continue, the open lists.
+  #fence = ""; #language = ""; #open = null; #lists = [];
   // The last line of the open paragraph and its nodes: a table's head, if the next line describes columns. The open table.
   #head = null; #table = null;
   #place; #rest = ""; #made = []; #draft = [];
@@ -260,13 +268,13 @@ export class Markdown {
     for (const line of lines) this.#line(line);
     for (; this.#rest.length > LONGEST; this.#rest = this.#rest.slice(LONGEST)) this.#line(this.#rest.slice(0, LONGEST), "");
     // The line that has not ended is a draft, for the next call to take away. What may begin a code block has none.
-    const state = [this.#fence, this.#open, [...this.#lists], this.#head, this.#table];
+    const state = [this.#fence, this.#language, this.#open, [...this.#lists], this.#head, this.#table];
     this.#made = [];
     // Nor has the line that makes the line before it the head of a table.
     const begins = /^\s*(`{1,3}[^`]*|~{2,3}[^~]*)$/.test(this.#rest) || (this.#head && /^[-:|\s]+$/.test(this.#rest));
     if (this.#rest && !begins) this.#line(this.#rest, "");
     this.#draft = this.#made;
-    [this.#fence, this.#open, this.#lists, this.#head, this.#table] = state;
+    [this.#fence, this.#language, this.#open, this.#lists, this.#head, this.#table] = state;
   }
 
   #add(parent, children) {
@@ -281,7 +289,7 @@ export class Markdown {
     const fence = /^\s*(`{3,}(?!`)|~{3,}(?!~))[^`]*$/.exec(line)?.[1];
     if (this.#fence) {
       if (fence?.startsWith(this.#fence) && line.trim() === fence) this.#fence = "", this.#open = null;
-      else this.#add(this.#open, [line + end]);
+      else this.#add(this.#open, joined([...highlighted(line, this.#language), end]));
       return;
     }
     const indent = /^\s*/.exec(line)[0].length, item = indent > 1 && this.#lists.at(-1)?.item, text = line.trim();
@@ -298,7 +306,11 @@ export class Markdown {
       this.#open = el("code");
       const code = el("pre", this.#open);
       code.tabIndex = 0;
-      this.#add(item || this.#place, [el("div.block", el("button.copy", "Copy"), code)]);
+      const block = el("div.block", el("button.copy", "Copy"), code);
+      const [language] = text.slice(fence.length).trim().split(/\s/, 1);
+      this.#language = language.slice(0, MAX_LANGUAGE);
+      if (language) block.dataset.language = this.#language;
+      this.#add(item || this.#place, [block]);
     } else if (!text) {
       this.#open = null;
     } else if (columns && columns.length === cells(head.text).length) {
@@ -361,7 +373,7 @@ export class Markdown {
     if (last && !deeper) this.#lists.pop();
     const list = !deeper && last?.list.tagName === kind ? last.list
       : this.#add(this.#lists.at(-1)?.item ?? this.#place, [Object.assign(el(kind.toLowerCase()), number && { start: number })]);
-    this.#open = this.#add(list, [filled(el("li"), inline(text))]);
+    this.#open = this.#add(list, [filled(el("li"), inline(withBox(text)))]);
     this.#lists.push({ indent, list, item: this.#open });
   }
 }

@@ -1,5 +1,5 @@
 // The page: models, Tritons, figures and batches. The chat and speech have modules of their own.
-import { $, ask, atSecondClick, el, explain, onKey } from "./common.js";
+import { $, ask, atSecondClick, el, explain, hasKey, onKey } from "./common.js";
 import { offerModels, refreshCode } from "./chat.js";
 import { showSpeech } from "./speech.js";
 
@@ -18,10 +18,17 @@ function modelCard(model) {
     model.problem && el("p.problem", model.problem));
 }
 
-function showModels(models) {
-  const found = models.map(modelCard);
-  $("#models").replaceChildren(...(found.length ? found : [el("li.note", "No model that this key may use.")]));
+function showModels(models, tritonAnswers) {
+  const cards = models.map(modelCard);
+  $("#models").replaceChildren(...(cards.length ? cards : [el("li.note", whyNoModel(tritonAnswers))]));
   offerModels(models);
+}
+
+/** Say why there is no model. */
+function whyNoModel(tritonAnswers) {
+  if (!tritonAnswers) return "No model is known: Triton does not answer. The service keeps trying.";
+  if (hasKey()) return "No model that this key may use.";
+  return "Triton has no model that the service can use.";
 }
 
 let readings = [];
@@ -112,7 +119,7 @@ async function refresh() {
   const triton = status.triton ? `${status.triton.name} ${status.triton.version}` : "Triton";
   $("#about").textContent = `${status.version} · ${triton} ${status.triton_answers ? "answers" : "does not answer"}`;
   $("#about").className = status.triton_answers ? "good" : "bad";
-  showModels(status.models);
+  showModels(status.models, status.triton_answers);
   showSpeech(status.models);
   showEndpoints(status.endpoints);
   showFigures(status.figures);

@@ -1,6 +1,6 @@
 // Speech on the page: what the microphone records, or a file has, goes to v1/audio/transcriptions, and texts go to
 // v1/audio/speech, whose audio is played while it comes.
-import { $, ask, el, events } from "./common.js";
+import { $, ask, el, events, explain } from "./common.js";
 
 // Hertz of what is sent to be written down: recognizers take no other rate.
 const RATE = 16000;
@@ -28,7 +28,7 @@ async function showVoices() {
     const names = found.voices.map((voice) => el("option", voice.name));
     $("#voice").replaceChildren(...(names.length ? names : [Object.assign(el("option", NO_VOICE), { value: "" })]));
   } catch (error) {
-    $("#speak-problem").textContent = error.message;
+    $("#speak-problem").textContent = explain(error);
   }
 }
 
@@ -72,7 +72,7 @@ async function guarded(button, problem, work) {
   try {
     await work();
   } catch (error) {
-    if (error.name !== "AbortError") problem.textContent = error.message;
+    if (error.name !== "AbortError") problem.textContent = explain(error);
   }
   button.disabled = false;
 }

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from triton_openai.access.keys import ROUTE_GROUPS
 
-_SCRIPTS = ("page", "chat", "chats", "code", "docs", "common", "markdown", "speech")
+_SCRIPTS = ("page", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech")
 #: By path: the file, and its type.
 FILES = {
     "/": ("index.html", "text/html"),

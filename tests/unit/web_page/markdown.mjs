@@ -8,7 +8,8 @@ const ESCAPED = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
 
 class Node {
   constructor(tag, text = "") {
-    Object.assign(this, { tagName: tag.toUpperCase(), text, children: [], parent: null, classList: { add() {} } });
+    Object.assign(this, { tagName: tag.toUpperCase(), text, children: [], parent: null, classes: [], dataset: {} });
+    this.classList = { add: (...names) => this.classes.push(...names) };
   }
 
   append(...parts) {
@@ -27,8 +28,10 @@ class Node {
   html() {
     const inner = this.children.map((child) => child.html()).join("");
     if (!this.tagName) return this.text.replace(/[&<>]/g, (character) => ESCAPED[character]);
-    const shown = ["href", "start"].filter((name) => this[name] !== undefined).map((name) => ` ${name}="${this[name]}"`);
     const tag = this.tagName.toLowerCase();
+    const shown = ["href", "start"].filter((name) => this[name] !== undefined).map((name) => ` ${name}="${this[name]}"`);
+    if (tag === "span") shown.push(` class=${this.classes.join(" ")}`);
+    for (const [name, value] of Object.entries(this.dataset)) shown.push(` data-${name}="${value}"`);
     return `<${tag}${shown.join("")}>${inner}</${tag}>`;
   }
 }

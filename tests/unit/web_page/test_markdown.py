@@ -26,6 +26,7 @@ LINES = (
     "1. *x\n",
     "```\n",
     "~~~x\n",
+    "```py\n",
     "# x\n",
     "\n",
     "**x\n",
@@ -36,6 +37,8 @@ LINES = (
     "- - -\n",
     "    x\n",
 )
+#: Lines of code, each as long as one that has colours.
+CODE = ("'", '"', "`", "//", "/*", "#", "1.", "if ", "\\'", "'\\", "x", " ")
 #: What a repetition begins or ends with.
 AROUND = (
     ("", ""),
@@ -68,6 +71,21 @@ CASES: Mapping[str, str] = {
     "[a](javascript:x) [b](/v1) [c](d e)": "[a](javascript:x) [b](/v1) [c](d e)",
     "see https://example.com/x. xhttps://a.b": f"see {LINK.format('x', 'https://example.com/x')}. xhttps://a.b",
     "a<b>&": "a&lt;b&gt;&amp;",
+}
+BLOCKS: Mapping[str, str] = {
+    "- [ ] a\n- [x] b\n1. [X] c": '<ul><li>☐ a</li><li>☑ b</li></ul><ol start="1"><li>☑ c</li></ol>',
+    "- [x](https://example.com/x)": f"<ul><li>{LINK.format('x', 'x')}</li></ul>",
+    "- [y] a\n- [x]b": "<ul><li>[y] a</li><li>[x]b</li></ul>",
+    "```c++ title\na": '<div data-language="c++"><button>Copy</button><pre><code>a</code></pre></div>',
+    "~~~ yaml\na\n~~~": '<div data-language="yaml"><button>Copy</button><pre><code>a\n</code></pre></div>',
+    "```\na": "<div><button>Copy</button><pre><code>a</code></pre></div>",
+    "```py\n@f('x', 2.5)  # a \"b\"": '<div data-language="py"><button>Copy</button><pre><code>@f('
+    "<span class=text>'x'</span>, <span class=number>2.5</span>)  "
+    '<span class=comment># a "b"</span></code></pre></div>',
+    "```Rust\nfn f<'a>() // b": '<div data-language="Rust"><button>Copy</button><pre><code>'
+    "<span class=word>fn</span> f&lt;'a&gt;() <span class=comment>// b</span></code></pre></div>",
+    '```json\n{"a": "http://b", "c': '<div data-language="json"><button>Copy</button><pre><code>{'
+    '<span class=text>"a"</span>: <span class=text>"http://b"</span>, <span class=text>"c</span></code></pre></div>',
 }
 
 
@@ -107,6 +125,14 @@ def test_blocks() -> None:
 
 
 @needs("Node.js")
+def test_boxes_and_languages() -> None:
+    """Tasks of a list have boxes, and a code block has the name of its language; however the answer is cut."""
+    for size in (1, 1000):
+        html = rendered([("", text, 1, "", size) for text in BLOCKS])
+        assert {text: f"<div>{made}</div>" for text, made in BLOCKS.items()} == dict(zip(BLOCKS, html, strict=True))
+
+
+@needs("Node.js")
 def test_tables() -> None:
     """A line of columns makes the line before it the head of a table; what is too much or too little is mended."""
     text = "a\nb | *c*\n-- | :-:\n1 | `2\\|`\n|3\n|4|5|6|\n\nd | e\n| - |\n\nf | g\n- | -\nh\n"
@@ -125,6 +151,7 @@ def test_hostile_text() -> None:
     """Time grows with the text alone, whatever it repeats, in one line or in many, at once or in pieces."""
     texts = [("", "~~x", LENGTH // 3, "\n", 2 * LENGTH)]
     texts += [("", one, LENGTH // 10 // len(one), "\n", LENGTH) for one in LINES]
+    texts += [("```js\n", f"{one * (990 // len(one))}\n", 20, "", LENGTH) for one in CODE]
     for one in HOSTILE:
         count = LENGTH // 100 // len(one)
         texts.append(("", one, count, "", LENGTH // 1000))
