@@ -244,7 +244,6 @@ def test_a_limit_grows_by_what_lines_show(clock: Clock) -> None:
 
 def test_waits_of_requests_that_began_earlier(clock: Clock) -> None:
     """What waited when the number of lines changed shows nothing about the new number."""
-    clock.freeze()
     waits = Waits()
     waits.add(5.0)
     waits.clear()
@@ -374,7 +373,6 @@ class Engines:
         self, load: float, clock: Clock, *, spread: float = 0.0, seed: int = 43, tritons: int = 3, places: int = 64
     ) -> None:
         self._clock = clock
-        clock.freeze()
         self._draw = random.Random(seed)
         self._spread = spread
         self._rate = load * places * tritons / _ANSWER_SECONDS

@@ -217,7 +217,7 @@ def test_a_lock_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     answers: list[object] = []
     looking = threading.Thread(target=lambda: answers.append(reloading_error(MODEL, MODEL)))
     looking.start()
-    looking.join(5)
+    looking.join(120)
     blocked = looking.is_alive()
     # A writer ends the wait.
     os.close(os.open(path, os.O_RDWR))
