@@ -31,7 +31,16 @@ pytest_plugins = [
     "tests.store_fixture",
 ]
 
-_FIRST = ("integration", "faults", "fleet")
+# How the names of tests begin, in the order in which they run.
+_FIRST = (
+    "tests/fleet/",
+    "tests/faults/",
+    "tests/integration/",
+    "tests/unit/batches/",
+    "tests/clients/",
+    "tests/conformance/",
+    "tests/unit/test_",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,16 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
-    Put the folders whose files take longest first and those of the unit tests, whose files are short, last.
+    Put what takes longest first and the other unit tests, whose files are short, last.
 
-    With several processes, a file goes to one of them as a whole: a long one at the end would have it work alone.
+    With several processes, a file goes to one of them as a whole, and so do files that share processes: a long one at
+    the end would have it work alone.
     """
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        if not item.nodeid.startswith("tests/unit/"):
-            return 0 if folder in _FIRST else 1
-        return 2 if folder == "unit" else 3
+        for number, beginning in enumerate(_FIRST):
+            if item.nodeid.startswith(beginning):
+                return number
+        return len(_FIRST)
 
     items.sort(key=rank)
 

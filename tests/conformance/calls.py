@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -181,20 +181,34 @@ async def end_of(triton: TestTriton, model: str, request_id: str) -> tuple[str, 
 
 async def inner_id(triton: TestTriton, limit: int, engine: str = "tensorrt_llm") -> str:
     """
-    Return the id of an *engine*'s request, found by a *limit* that only this test asks for: behind a BLS model it is
-    the engine's own, and before the first answer nobody has told it yet.
+    Return the id of an *engine*'s request, found by a *limit* that only this test asks for (see :func:`new_limit`).
+
+    Behind a BLS model it is the engine's own, and before the first answer nobody has told it yet.
     """
 
     def is_it(event: Mapping[str, Any]) -> bool:
-        inputs = event.get("inputs", {})
-        if sampling := inputs.get("sampling_parameters"):
-            # Other tests send the model what is no JSON.
-            with contextlib.suppress(ValueError):
-                return bool(json.loads(sampling["value"][0]).get("max_tokens") == limit)
-            return False
-        if companion := inputs.get("request"):
-            return bool(json.loads(companion["value"][0]).get("sampling", {}).get("max_tokens") == limit)
-        return any(inputs[name]["value"] == [limit] for name in LIMITS if name in inputs)
+        return limit_of(event) == limit
 
     events = await recorded(triton, lambda found: any(map(is_it, found)), model=engine, event="request")
     return str(next(event["id"] for event in events if is_it(event)))
+
+
+def limit_of(event: Mapping[str, Any]) -> object:
+    """Return the limit of tokens that a recorded request has, ``None`` if it has none."""
+    inputs = event.get("inputs", {})
+    # Other tests send models what is no JSON, or no object.
+    with contextlib.suppress(ValueError, AttributeError):
+        if sampling := inputs.get("sampling_parameters"):
+            return json.loads(sampling["value"][0]).get("max_tokens")
+        if companion := inputs.get("request"):
+            return json.loads(companion["value"][0]).get("sampling", {}).get("max_tokens")
+    for name in LIMITS:
+        if name in inputs:
+            return next(iter(inputs[name]["value"]), None)
+    return None
+
+
+def new_limit(triton: TestTriton, limits: Iterator[int]) -> int:
+    """Return the next of *limits* that no request on record has: tests of other files use the same Triton."""
+    used = list(map(limit_of, triton.record.events(event="request")))
+    return next(limit for limit in limits if limit not in used)

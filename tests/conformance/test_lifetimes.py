@@ -25,6 +25,7 @@ from tests.conformance.calls import (
     in_session_loop,
     inner_id,
     inputs_of,
+    new_limit,
     recorded,
     request,
     steered,
@@ -71,7 +72,7 @@ async def test_a_client_that_leaves_a_stream(proxy, triton, model, endpoint):
 @pytest.mark.parametrize("model", ENDED_AS)
 async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
     """A client that waits for a whole answer and leaves stops the backend as well."""
-    limit = next(_limits)
+    limit = new_limit(triton, _limits)
     asking = asyncio.create_task(
         proxy.post(PATHS["completions"], request("completions", model, steered(**ENDLESS), max_tokens=limit))
     )
@@ -93,7 +94,7 @@ async def test_a_client_that_leaves_a_short_whole_answer(proxy, triton):
         prompt = steered(text="word ", repeat=900, delay_ms=20)
     else:
         prompt = steered(text="word ", repeat=900, first_delay_ms=300)
-    limit = next(_short_limits)
+    limit = new_limit(triton, _short_limits)
     asking = asyncio.create_task(proxy.post(PATHS["chat"], request("chat", "vllm_model", prompt, max_tokens=limit)))
     request_id = await inner_id(triton, limit, "vllm_model")
     asking.cancel()
@@ -120,7 +121,7 @@ async def test_a_limit_between_two_tokens_of_a_whole_answer(proxy, triton):
 async def test_a_bls_model_works_on(proxy, triton, model):
     """Nothing can stop a BLS model: its engine's request runs to its end after the client has gone."""
     for stream in (True, False):
-        limit = next(_limits)
+        limit = new_limit(triton, _limits)
         body = request("chat", model, steered(text="w ", repeat=15, delay_ms=10), max_tokens=limit, stream=stream)
         if stream:
             async with proxy.client.post(PATHS["chat"], json=body) as response:
@@ -218,7 +219,7 @@ async def impatient(request, triton):
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "ensemble_nonstreaming"])
 async def test_a_backend_that_falls_silent(impatient, triton, model):
     """A stream that gets no further token is ended with an error event after the configured silence."""
-    limit = next(_limits)
+    limit = new_limit(triton, _limits)
     prompt = steered(text="w w w", hang_at=2)
     answer = await ask(impatient, "chat", model, prompt, max_tokens=limit, stream=True)
     if model in BLS:

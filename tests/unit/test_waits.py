@@ -55,7 +55,9 @@ def _short_waits() -> Iterator[tuple[str, int, float]]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            limit = _limit(node) if isinstance(node, ast.Call) else None
+            if not isinstance(node, ast.Call):
+                continue
+            limit = _limit(node)
             # What is shorter than a second is to end.
             if limit is not None and 1 <= limit < _SHORTEST:
                 yield name, node.lineno, limit

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -235,11 +236,33 @@ def _converse(runner: asyncio.Runner, chat: Chat, *, keeps_history: bool) -> Non
             if not question:
                 continue
             try:
-                runner.run(chat.ask(question))
+                stopped = runner.run(_is_stopped(chat.ask(question)))
             except KeyboardInterrupt:
-                print(_coloured("Stopped.", _DIM))
+                stopped = True
             except ServiceError as error:
                 print(_coloured(error.message, _RED))
+                continue
+            if stopped:
+                print(_coloured("Stopped.", _DIM))
+
+
+async def _is_stopped(answer: Coroutine[Any, Any, None]) -> bool:
+    """
+    Write *answer* to its end, or until Ctrl-C, and return whether that has stopped it.
+
+    Python's own handler does not wake an event loop that is about to wait, so Ctrl-C could have no effect.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(answer)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await asyncio.wait([task])
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    if task.cancelled():
+        return True
+    task.result()
+    return False
 
 
 def _command(chat: Chat, text: str) -> str:

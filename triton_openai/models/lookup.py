@@ -148,6 +148,9 @@ class Models:
         if version != self._version:
             await self.fleet.reload()
             self._version = version
+        if not self.served:
+            # Some names stand for what is served, which a process that has just started does not have yet.
+            await self.listed()
         if name not in self.served:
             name = self.requested_name(name, key)
         if key.models is not None and not key.allows(name):

@@ -12,13 +12,14 @@ import structlog
 from msgspec.structs import replace
 
 from tests.cases import every_case
+from tests.clock import turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.faces import TOKENIZER
 from tests.proxy_fixture import serving
 from tests.speech import write_whisper_tokenizer
 from triton_openai.access.keys import ApiKey
 from triton_openai.adapters._common.base import Capabilities, Recognition, Synthesis
-from triton_openai.config.tree import ApiSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import ApiSettings, ModelSettings, ModerationSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable
 from triton_openai.models.binding import Binder
 from triton_openai.models.loading import LazyPrompter
@@ -142,6 +143,41 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
         go_on.set()
         assert ["m"] == list(await waiting)
         await binding
+
+
+@every_case("name, model", [("omni-moderation-latest", "classifier"), ("m:french", "m")])
+async def test_a_name_that_stands_for_what_is_served_waits_for_it(
+    name: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has just started finds the classifier that moderates, and the model of an unlisted adapter."""
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
+    go_on = threading.Event()
+    bind = Binder.bind_with_variants
+
+    def bind_slowly(*arguments: Any, **keywords: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(120)
+        return bind(*arguments, **keywords)
+
+    classifier = config_of("classifier", inputs=("text BYTES 1",), outputs=("logits FP32 3",), backend="python")
+    labels = ModerationSettings(labels={"1": "hate"})
+    settings = Settings(api=ApiSettings(lora_separator=":"), models={"classifier": ModelSettings(moderation=labels)})
+    async with FakeTriton(config_of("m"), classifier) as triton:
+        settings = replace(settings, triton=TritonSettings(url=(triton.url,)))
+        async with serving(settings) as proxy:
+            models = proxy.models
+            await models.find("m")
+            models.served = {}
+            with monkeypatch.context() as patch:
+                patch.setattr(Binder, "bind_with_variants", bind_slowly)
+                binding = asyncio.create_task(models.apply_settings(settings, reload=False))
+                await begun.wait()
+                finding = asyncio.create_task(models.find(name))
+                await turns()
+                go_on.set()
+                assert model == (await finding).triton_model
+                await binding
 
 
 async def test_a_model_that_differs_between_tritons() -> None:
