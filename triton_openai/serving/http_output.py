@@ -375,7 +375,7 @@ class HttpOutput:
                 if reason is None:
                     raise
                 stop(reason)
-        await response.write_eof()
+        # The server ends the body. Here, the wait for a slow client would fail once it was cancelled above.
         return STREAMED
 
 

@@ -37,7 +37,7 @@ from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import ApiSettings, LimitSettings, Settings, TlsSettings
 from triton_openai.draining import DRAINING, Draining
-from triton_openai.errors import UpstreamError, UpstreamTimeout
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving import http_output
@@ -420,6 +420,40 @@ async def test_a_heartbeat(clock: Clock) -> None:
         assert b"data: 0(\n\ndata: 0a\n\n" == await anext(chunks)
         clock.advance(10)
         assert b": keep-alive\n\n" == await anext(chunks)
+
+
+class ServedEvents(Served):
+    """A server that streams events of a store until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.stopped: list[ServiceError] = []
+        self.sent = False
+
+    async def answer(self, output: HttpOutput) -> None:
+        await output.send_events(self._following, self.stopped.append)
+        self.sent = True
+
+    async def _following(self, _: float) -> bytes | None:
+        if self.stopped:
+            return None
+        return b"data: " + b"x" * 1_000_000 + b"\n\n"
+
+
+async def test_events_of_a_store_for_a_client_that_reads_slowly() -> None:
+    """Where the request is cancelled meanwhile, its body ends in order, and nothing follows it."""
+    async with ServedEvents()() as made, connected(made.port, limit=2**16) as reader:
+        served: Any = made
+        await head_of(reader)
+        await turns(100)
+        (task,) = served.draining._tasks
+        served.draining.cancel(task, UpstreamError("no"))
+        await turns(20)
+        async for chunk in chunks_of(reader):
+            assert chunk.startswith(b"data: x")
+        assert b"" == await asyncio.wait_for(reader.read(), 20)
+    # Whatever it raised would become another answer on this connection.
+    assert (["no"], True) == ([error.message for error in served.stopped], served.sent)
 
 
 class ServedParts(Served):
