@@ -123,7 +123,7 @@ async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_pa
     parser.read_string(metadata)
     name, _, value = parser["options.entry_points"][registry.ENTRY_POINT_GROUP].strip().partition(" = ")
     point = EntryPoint(name, value, registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "third_party", lambda path: [point])
+    monkeypatch.setattr(registry, "third_party_adapters", lambda path: [point])
 
     config = config_of(
         "acme",
@@ -196,7 +196,7 @@ async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "acme_unlimited.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("prompt-completion", "acme_unlimited:PromptCompletion", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "third_party", lambda path: [point])
+    monkeypatch.setattr(registry, "third_party_adapters", lambda path: [point])
 
     async with FakeTriton(config_of("acme", inputs=("PROMPT BYTES 1",), outputs=("COMPLETION BYTES 1",))) as triton:
         triton.responses = [{"COMPLETION": "one"}]

@@ -45,13 +45,21 @@ class _Response(web.StreamResponse):
     """The response of a stream. The body of a *broken* one ends with the connection, without its last chunk."""
 
     broken = False
+    # Whether the end of the body was written. It is not written again where the wait for the client was cancelled.
+    _ended = False
 
     async def write_eof(self, data: bytes = b"") -> None:
         """End the body. The client of a broken one has a while to read it, and usually leaves when it has."""
         if self.broken:
             await asyncio.sleep(CLOSE_SECONDS)
-        else:
-            await super().write_eof(data)
+        elif not self._ended:
+            self._ended = True
+            try:
+                await super().write_eof(data)
+            except asyncio.CancelledError:
+                # In aiohttp, nothing can wait for this client any more, so no other answer follows.
+                self.force_close()
+                raise
 
 
 class EventStream:
@@ -367,7 +375,7 @@ class HttpOutput:
                 if reason is None:
                     raise
                 stop(reason)
-        await response.write_eof()
+        # The server ends the body. Here, the wait for a slow client would fail once it was cancelled above.
         return STREAMED
 
 

@@ -176,6 +176,8 @@ class Carrier:
         self.client = client
         self.model = request.model
         self.closed = False
+        #: The requests beside its own that the model has not answered.
+        self.requests: set[_Request] = set()
         self._name = secrets.token_hex(8)
         self._streams: dict[int, CarriedStream] = {}
         self._number = 0
@@ -233,7 +235,7 @@ class Carrier:
     def cancel(self, number: int, request: InferRequest) -> None:
         """Have the engine stop the stream *number*."""
         if self._open and not self.closed:
-            _Ignored(self.client, self._message("cancel", number, request.id, request))
+            _Request(self, self._message("cancel", number, request.id, request))
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """
@@ -260,7 +262,7 @@ class Carrier:
             return
         if self._read - self._acknowledged >= _ACKNOWLEDGED_AFTER and not self.closed:
             request = InferRequest(model=self.model, id="", inputs=())
-            _Ignored(self.client, self._message("credit", 0, f"carrier-{self._name}", request))
+            _Request(self, self._message("credit", 0, f"carrier-{self._name}", request))
 
     def _take(self, text: str, deliveries: dict[int, Delivery]) -> None:
         """Add what the response *text* brings to the *deliveries* by stream. Raises :class:`ServiceError`."""
@@ -310,11 +312,14 @@ class Carrier:
         self._stream.close()
 
     def _lose(self, error: Exception) -> None:
+        """End all streams with *error*. A process that has died does not answer any request, so none stays open."""
         self.close()
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
             stream.fail(error)
+        for request in list(self.requests):
+            request.close()
 
 
 class CarriedStream:
@@ -325,7 +330,7 @@ class CarriedStream:
         self._request = request
         self._receiver: Receiver | None = receiver
         # What asks the model to begin, until it has.
-        self._asking: ResponseStream | None = None
+        self._asking: _Acceptance | None = None
         self._paused = False
         # What came while it was paused, and about its size.
         self._waiting: deque[Delivery] = deque()
@@ -338,7 +343,7 @@ class CarriedStream:
             return
         try:
             request = self._carrier.as_stream(self._request, self._number)
-            self._asking = self._carrier.client.stream(request, _Acceptance(self))
+            self._asking = _Acceptance(self, self._carrier, request)
         except ServiceError as error:
             self.fail(error)
 
@@ -413,17 +418,41 @@ class CarriedStream:
             self._carrier.cancel(self._number, self._request)
 
 
-class _Acceptance:
-    """Receives the answer to the request that begins a stream: none if the model has taken it."""
+class _Request:
+    """
+    A request to the model beside that of the *carrier*, whose answer nobody needs: if it fails, the carrier does too.
+    """
 
-    def __init__(self, stream: CarriedStream) -> None:
-        self._stream = stream
-        self._model = stream._request.model
+    def __init__(self, carrier: Carrier, request: InferRequest) -> None:
+        self._carrier = carrier
+        self._stream = carrier.client.stream(request, self)
+        carrier.requests.add(self)
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        """Drop the answer."""
+
+    def end(self, error: Exception | None) -> None:
+        """Drop the end."""
+        self._carrier.requests.discard(self)
+
+    def close(self) -> None:
+        """Close it: there will be no answer."""
+        self._carrier.requests.discard(self)
+        self._stream.close()
+
+
+class _Acceptance(_Request):
+    """The request that begins *stream*. It gets no answer if the model has taken it."""
+
+    def __init__(self, stream: CarriedStream, carrier: Carrier, request: InferRequest) -> None:
+        self._for = stream
+        self._model = request.model
+        super().__init__(carrier, request)
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         for response in responses:
             for text in response.texts("response"):
-                self._stream.fail(self._error(text))
+                self._for.fail(self._error(text))
 
     def _error(self, text: str) -> ServiceError:
         try:
@@ -432,19 +461,6 @@ class _Acceptance:
             return InvalidAnswer("it cannot be read", model=self._model, detail=str(error))
 
     def end(self, error: Exception | None) -> None:
+        super().end(error)
         if error is not None:
-            self._stream.fail(error)
-
-
-class _Ignored:
-    """Sends a request whose answer nobody needs: if it fails, the carrier does too."""
-
-    def __init__(self, client: TritonClient, request: InferRequest) -> None:
-        self._stream: ResponseStream | None = client.stream(request, self)
-
-    def receive(self, responses: Sequence[InferResponse]) -> None:
-        """Drop the answer."""
-
-    def end(self, error: Exception | None) -> None:
-        """Drop the end."""
-        self._stream = None
+            self._for.fail(error)

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from tests.clock import Clock
+from tests.clock import Clock, turns
 from tests.extended import examples
 from tests.tls_fixture import Authority
 from triton_openai.answer.limits import TokenLimit
@@ -37,7 +37,7 @@ from triton_openai.api.tools import ToolPlan
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import ApiSettings, LimitSettings, Settings, TlsSettings
 from triton_openai.draining import DRAINING, Draining
-from triton_openai.errors import UpstreamError
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Delta, Generation, Sampling
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving import http_output
@@ -368,6 +368,44 @@ async def test_a_client_that_reads_late_gets_the_error(version: int, secure: boo
     assert b'event: error\ndata: {"error":{"message":"no",' in body.rpartition(text.encode())[2]
 
 
+@every_case("ends", [True, False])
+async def test_a_client_that_reads_after_the_time_limit(
+    ends: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body has one end, behind all that was sent: an error, or what an answer that was complete in time has."""
+    monkeypatch.setattr(Marks, "has_error_event", True)
+    text = "x" * 4_000_000
+    async with Served(1, timeout=100)() as served:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=2**16)
+        # The next request has come already, and is not answered on this connection.
+        writer.write(HEAD % 1 + HEAD % 1)
+        await served.started()
+        (run,) = served.runs
+        run.push([Delta("first")])
+        await turns()
+        run.push([Delta(text)])
+        if ends:
+            run.end()
+        await turns()
+        await clock.elapse(150, steps=3)
+        await head_of(reader)
+        body = b"".join([chunk async for chunk in chunks_of(reader)])
+        assert b"" == await asyncio.wait_for(reader.read(), 20)
+        writer.transport.abort()
+
+    assert 1 == body.count(b"data: 0" + text.encode() + b"\n\n")
+    end = body.rpartition(text.encode())[2]
+    if ends:
+        assert (b"\n\ndata: 0)\n\ndata: [DONE]\n\n", None) == (end, served.record.error)
+    else:
+        assert end.startswith(b"\n\nevent: error\ndata: ")
+        assert isinstance(served.record.error, UpstreamTimeout)
+
+
 async def test_a_heartbeat(clock: Clock) -> None:
     """A heartbeat begins the answer where nothing came, and fills silence; the choices open with the first answer."""
     async with Served(1, heartbeat=10)() as served, connected(served.port) as reader:
@@ -382,6 +420,40 @@ async def test_a_heartbeat(clock: Clock) -> None:
         assert b"data: 0(\n\ndata: 0a\n\n" == await anext(chunks)
         clock.advance(10)
         assert b": keep-alive\n\n" == await anext(chunks)
+
+
+class ServedEvents(Served):
+    """A server that streams events of a store until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.stopped: list[ServiceError] = []
+        self.sent = False
+
+    async def answer(self, output: HttpOutput) -> None:
+        await output.send_events(self._following, self.stopped.append)
+        self.sent = True
+
+    async def _following(self, _: float) -> bytes | None:
+        if self.stopped:
+            return None
+        return b"data: " + b"x" * 1_000_000 + b"\n\n"
+
+
+async def test_events_of_a_store_for_a_client_that_reads_slowly() -> None:
+    """Where the request is cancelled meanwhile, its body ends in order, and nothing follows it."""
+    async with ServedEvents()() as made, connected(made.port, limit=2**16) as reader:
+        served: Any = made
+        await head_of(reader)
+        await turns(100)
+        (task,) = served.draining._tasks
+        served.draining.cancel(task, UpstreamError("no"))
+        await turns(20)
+        async for chunk in chunks_of(reader):
+            assert chunk.startswith(b"data: x")
+        assert b"" == await asyncio.wait_for(reader.read(), 20)
+    # Whatever it raised would become another answer on this connection.
+    assert (["no"], True) == ([error.message for error in served.stopped], served.sent)
 
 
 class ServedParts(Served):

@@ -394,7 +394,7 @@ async def test_a_worker_ends_when_it_is_told_or_alone() -> None:
         parent.notify("end", True)
         parent.notify("hurry")
         await until(lambda: stop.hurry.called)
-    assert [True, False] == [call.kwargs["notice"] for call in stop.ask.call_args_list]
+    assert [True, False] == [call.kwargs["notice"] for call in stop.begin.call_args_list]
 
 
 async def test_the_end_in_order() -> None:

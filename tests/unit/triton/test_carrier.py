@@ -365,8 +365,15 @@ async def test_a_process_that_falls_silent(client: Any, clock: Clock) -> None:
     carriers, reader = Carriers(EngineCapacity()), Reader()
     carriers.stream(client, generation(), reader)
     client.sent[0].answer({"n": 0, "d": []})
+    carriers.stream(client, generation(), Reader()).close()
+    cancelled = carriers.stream(client, generation(), Reader())
+    await turns()
+    cancelled.close()
     await clock.elapse(module.SILENCE + 2, steps=12)
 
+    # Neither what asks for a stream nor what cancels one stays open: Triton unloads no model that has open requests.
+    assert ["carrier", "generate", "generate", "cancel"] == [one.kind for one in client.sent]
+    assert [True] * 4 == [one.closed for one in client.sent]
     assert [ModelCrashed] == [type(error) for error in reader.ends]
     assert ["companion"] == client.loaded
     carriers.close()
