@@ -271,8 +271,8 @@ MOST = {
     TOKEN: {"modules": 6, "calls": 9, "coroutines": 0, "blocks": 20, "tasks": 0, "threads": 0},
     STREAMED: {"modules": 49, "calls": 269, "coroutines": 43, "blocks": 245, "tasks": 0, "threads": 0},
     WHOLE: {"modules": 50, "calls": 264, "coroutines": 38, "blocks": 225, "tasks": 0, "threads": 0},
-    # A client whose trace is not recorded costs two calls of our own. Libraries make a few calls more where the bytes of an
-    # answer arrive in several pieces.
+    # A client whose trace is not recorded costs two calls of our own. Libraries make a few calls more where an answer
+    # arrives in several pieces.
     TRACED: {"modules": 51, "calls": 285, "library": 157, "coroutines": 38, "tasks": 0, "threads": 0},
     UNSAMPLED: {"modules": 51, "calls": 266, "library": 165, "coroutines": 38, "tasks": 0, "threads": 0},
 }
