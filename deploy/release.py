@@ -3,6 +3,7 @@ What a release needs of this checkout, for ``.github/workflows/release.yml``.
 
     release.py check VERSION    compare VERSION with the package, the chart and the changelog
     release.py notes VERSION    print what the changelog says of VERSION
+    release.py readme VERSION   write the address of VERSION's files into the links of README.md, which PyPI shows
 """
 
 from __future__ import annotations
@@ -37,6 +38,17 @@ def notes(version: str) -> str:
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", section[1]).strip()
 
 
+def readme(version: str) -> str:
+    """Return the README with links that work outside of the repository: to the files and pictures of *version*."""
+    settings = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    repository = re.findall(r"^url = (\S+)$", settings, re.MULTILINE)[0]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = r"(?!https?:|mailto:|#)"
+    pictures = rf'(!\[[^\]]*\]\(|\bsrc="|\bsrcset="){relative}'
+    text = re.sub(pictures, rf"\g<1>{repository}/raw/v{version}/", text)
+    return re.sub(rf"\]\({relative}", f"]({repository}/blob/v{version}/", text)
+
+
 def problems(version: str) -> list[str]:
     """Return why *version* cannot be released."""
     wrong = [f"{file} says {own}, and the tag {version}." for file, own in versions().items() if own != version]
@@ -49,12 +61,15 @@ def problems(version: str) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Do what the command line asks for; return the exit status."""
-    if len(arguments) != 2 or arguments[0] not in ("check", "notes"):
+    if len(arguments) != 2 or arguments[0] not in ("check", "notes", "readme"):
         print(__doc__, file=sys.stderr)
         return 2
     command, version = arguments
     if command == "notes":
         print(notes(version))
+        return 0
+    if command == "readme":
+        (ROOT / "README.md").write_text(readme(version), encoding="utf-8")
         return 0
     wrong = problems(version)
     for problem in wrong:

@@ -329,6 +329,22 @@ async def test_chats_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.run("document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
             await tab.until(f"{IDLE} && {ANSWERS}[1].innerText.includes('Stopped.')")
 
+            # An answer that the limit has cut goes on in its place.
+            kept = "fetch = (url, asked) => { sent.push(asked?.body); return real(url, asked); }"
+            await tab.run(f"sent = []; {{ const real = fetch; {kept} }}")
+            await tab.type("#max_tokens", "2")
+            cut = await said(tab, "Cut", "x y z")
+            assert cut.startswith("x y\n")
+            assert cut.endswith("length")
+            await tab.type("#max_tokens", "")
+            await action(tab, -1, "Continue")
+            await tab.until(f"{IDLE} && {ANSWERS}.length === 3 && {ANSWERS}[2].innerText.includes('stop')")
+            assert (await tab.run(f"{ANSWERS}[2].innerText")).startswith("x yx y z\n")
+            body = json.loads(await tab.run("sent.filter(Boolean).at(-1)"))
+            assert (False, True) == (body["add_generation_prompt"], body["continue_final_message"])
+            assert {"role": "assistant", "content": "x y"} == body["messages"][-1]
+            assert 0 == await tab.run("document.querySelectorAll('.bubble:last-child .continue').length")
+
             # A failure is seen at the answer, and mended by another try.
             await tab.type("#prompt", f"Five <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
             await tab.click("#send")
@@ -352,7 +368,9 @@ async def test_chats_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.run("document.querySelector('#chats').dispatchEvent(new Event('change'))")
             texts = await tab.run("[...document.querySelectorAll('.said')].map((one) => one.innerText)")
             first = [text.split("\n")[0].partition(" <<")[0] for text in texts]
-            assert ["Three", "Third.", "Four", "Five"] == [first[number] for number in (0, 1, 2, 4)]
+            assert ["Three", "Third.", "Four", "Cut", "x yx y z", "Five"] == [
+                first[number] for number in (0, 1, 2, 4, 5, 6)
+            ]
             assert await tab.run("Boolean(document.querySelector('.bubble.broken'))")
 
             for _ in range(2):
@@ -423,7 +441,7 @@ async def asked(tab: chromium.Tab) -> Any:
 
 async def action(tab: chromium.Tab, number: int, name: str) -> None:
     """Click the button *name* of a message."""
-    buttons = f"[...document.querySelectorAll('.bubble')[{number}].querySelectorAll('button')]"
+    buttons = f"[...[...document.querySelectorAll('.bubble')].at({number}).querySelectorAll('button')]"
     await tab.run(f"{buttons}.find((one) => one.textContent === '{name}').click()")
 
 

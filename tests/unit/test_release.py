@@ -131,6 +131,30 @@ def test_notes_of_a_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         release.notes("1.0.0")
 
 
+def test_the_readme_on_pypi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its links and pictures lead to the files of the version, and the release writes them before it builds."""
+    release = module("release")
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    (tmp_path / "README.md").write_text(
+        'a [guide](docs/a.md#b), a [page](https://b), [below](#c)\n![d](docs/d.svg)\n<img src="docs/e.png" alt="[x]">\n'
+        '[![badge](https://f)](LICENSE) <source srcset="docs/g.png">\n'
+    )
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    here = "https://github.com/OWNER/triton-openai"
+
+    assert 0 == release.main(["readme", "1.2.0"])
+    assert (tmp_path / "README.md").read_text() == (
+        f"a [guide]({here}/blob/v1.2.0/docs/a.md#b), a [page](https://b), [below](#c)\n"
+        f"![d]({here}/raw/v1.2.0/docs/d.svg)\n"
+        f'<img src="{here}/raw/v1.2.0/docs/e.png" alt="[x]">\n'
+        f'[![badge](https://f)]({here}/blob/v1.2.0/LICENSE) <source srcset="{here}/raw/v1.2.0/docs/g.png">\n'
+    )
+    shutil.copy(ROOT / "README.md", tmp_path)
+    assert not re.findall(r'(?:\]\(|src="|srcset=")(?!https:)[^)"]*', release.readme("1.2.0"))
+    runs = [step["run"] for step in workflow("release.yml")["jobs"]["package"]["steps"] if "run" in step]
+    assert ["make owner", "python3 deploy/release.py", "make dist"] == [" ".join(run.split()[:2]) for run in runs]
+
+
 def test_a_tag_of_another_version(capsys: pytest.CaptureFixture[str]) -> None:
     """A tag that is not the version of the files is no release."""
     assert 1 == module("release").main(["check", "99.0.0"])

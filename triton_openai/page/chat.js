@@ -151,8 +151,16 @@ function show(message) {
     for (const url of message.images ?? []) place.append(Object.assign(el("img"), { src: url, alt: "attached image" }));
   }
   if (message.error) broken(made, message);
+  if (message.unfinished) offerToContinue(made, message);
   atEnd(() => $("#log").append(made), true);
   return made;
+}
+
+/** Add a button to an answer that was cut. The style shows it on the last answer only. */
+function offerToContinue(made, message) {
+  const button = action("Continue", "Go on where this answer ends", () => goOn(message));
+  button.classList.add("continue");
+  made.querySelector(".actions").append(button);
 }
 
 function broken(made, message) {
@@ -239,10 +247,14 @@ function describe(answer, times, usage, finish) {
     tokens && `${tokens} tokens`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, finish].filter(Boolean).join(" · ");
 }
 
-/** Ask for an answer to the messages of `thread`, and show it while it comes. */
-async function complete(thread) {
+/** Ask for an answer to the messages of `thread`, or for the rest of its last one, `begun`, and show it while it comes. */
+async function complete(thread, begun) {
   const body = request(thread.messages), times = { began: performance.now(), first: 0, last: 0 };
   const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }) };
+  if (begun) {
+    Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
+    answer.content = begun.content;
+  }
   const { made, place } = bubble(answer);
   const render = shower(answer, place);
   made.classList.add("waiting");
@@ -276,6 +288,10 @@ async function complete(thread) {
   if (!finish || !answer.tool_calls.length) delete answer.tool_calls;
   render(true);
   if (answer.error) broken(made, answer);
+  // What follows a thought, a call or the beginning of JSON cannot be asked for as a text.
+  answer.unfinished = finish !== "stop" && answer.content !== "" && !(answer.reasoning || answer.tool_calls || answer.json);
+  if (answer.unfinished) offerToContinue(made, answer);
+  if (begun) thread.messages.splice(thread.messages.indexOf(begun), 1);
   thread.messages.push(answer);
 }
 
@@ -285,12 +301,12 @@ function busy(now) {
   $("#log").classList.toggle("busy", now);
 }
 
-/** Have the current chat answered, unless a tool's result is still to come. */
-async function answerChat() {
+/** Have the current chat answered, unless a tool's result is still to come, or its last answer `begun` continued. */
+async function answerChat(begun = null) {
   const thread = chats.chat();
   busy(true);
   try {
-    if (!unanswered(thread.messages).length) await complete(thread);
+    if (!unanswered(thread.messages).length) await complete(thread, begun);
   } catch (error) {
     $("#problem").textContent = explain(error);
   }
@@ -337,6 +353,13 @@ function again(message) {
   if (running) return;
   cut(message);
   answerChat();
+}
+
+/** Ask for the rest of the last answer. */
+function goOn(message) {
+  if (running) return;
+  $("#log").lastElementChild.remove();
+  answerChat(message);
 }
 
 /** Put a field in the place of a message, which is sent again with what its reader makes of it. */

@@ -81,7 +81,10 @@ function batchCard(id) {
   const show = (batch) => {
     const { total, completed, failed } = batch.request_counts;
     const open = ["validating", "in_progress", "finalizing", "cancelling"].includes(batch.status);
-    badge.className = `badge ${open || batch.status === "completed" ? "good" : "bad"}`;
+    let kind = "good";
+    if (failed) kind = "warn";
+    if (!open && batch.status !== "completed") kind = "bad";
+    badge.className = `badge ${kind}`;
     badge.textContent = batch.status.replace("_", " ");
     if (total) [bar.max, bar.value] = [total, completed + failed];
     bar.hidden = !open;
