@@ -249,7 +249,7 @@ _RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
     "a folder whose name is of another model": ({"model": "{folder}/voxtral-like"}, "generate"),
     "another one on the hub": ({"model": "Qwen/Qwen3-ASR-1.7B"}, "generate, transcribe_text"),
     "one that does nothing else": ({"model": "FunAudioLLM/Fun_ASR-Nano"}, "transcribe_text"),
-    "one whose tokenizer only vLLM reads": ({"model": "mistralai/Voxtral-Mini-3B-2507"}, "transcribe_text"),
+    "a name in other letters": ({"model": "mistralai/Voxtral-Mini-3B-2507"}, "generate, transcribe_text"),
     "the task of older releases": ({"model": "own/model", "task": "transcription"}, "transcribe_text"),
     "that task of a Whisper": ({"model": "openai/whisper-tiny", "task": "transcription"}, "transcribe"),
     "embeddings of a model that hears": ({"model": "Qwen/Qwen3-Omni-30B", "runner": "pooling"}, "embed"),
