@@ -28,6 +28,7 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.adapters._common.deliveries import DeliveryDecoder, token_logprob
 from triton_openai.adapters._common.wav import wav_file
 from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
@@ -44,11 +45,8 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.generation import (
-    Alternative,
     Beams,
-    Delta,
     EngineLoad,
-    FinishReason,
     Generation,
     Guide,
     Sampling,
@@ -70,7 +68,7 @@ from triton_openai.jobs import (
     TranslationJob,
 )
 from triton_openai.languages import LANGUAGES
-from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
+from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -110,7 +108,6 @@ _FLOAT = 4
 # The most tokens of a request that gets a vector for each: 64 MiB of vectors with 1,024 numbers, several times that as
 # JSON.
 _MAX_VECTORS = 16_384
-_FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class _Fault(msgspec.Struct):
@@ -345,7 +342,7 @@ class Companion(Adapter):
         """Return the log probabilities of the prompt's tokens."""
         if not isinstance(response, CarriedResponse) or response.delivery.prompt_logprobs is None:
             return None
-        return [_entry(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
+        return [token_logprob(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
 
     def decode(
         self,
@@ -540,44 +537,6 @@ def _activation(activate: bool) -> dict[str, Any]:
     return {"use_activation": False}
 
 
-class DeliveryDecoder:
-    """Reads what a carrier brings for one answer."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._logprobs = generation.sampling.logprobs
-        self._prompt: int | None = len(generation.prompt_ids or ())
-        self._total = 0.0
-        self._sums = generation.cumulative_logprob
-
-    def feed(self, response: InferResponse) -> Delta:
-        """Return what *response* adds."""
-        if not isinstance(response, CarriedResponse):
-            raise response.invalid("it did not come over a carrier")
-        delivery = response.delivery
-        ids = delivery.ids
-        delta = Delta(token_ids=ids, tokens=len(ids))
-        if self._prompt is not None:
-            delta.prompt_tokens = self._prompt
-            self._prompt = None
-        scores = delivery.logprobs
-        if scores is not None:
-            if self._logprobs is not None:
-                count = self._logprobs
-                delta.logprobs = [_entry(scored, count) for scored in scores]
-            if self._sums:
-                self._total += sum([scored[1] for scored in scores])
-                delta.cumulative_logprob = self._total
-        if delivery.finish is not None:
-            delta.finish_reason = _FINISHES.get(delivery.finish)
-            if delivery.usage is not None:
-                delta.prompt_tokens, delta.cached_tokens, _ = delivery.usage
-        return delta
-
-    def flush(self) -> str:
-        """Return nothing: ids are never held back."""
-        return ""
-
-
 def _raw(response: InferResponse, text: str) -> bytes:
     """Return the numbers of a vector. Raises :class:`InvalidAnswer`."""
     try:
@@ -607,13 +566,6 @@ def _check_tokens(job: TokenEmbeddingJob) -> None:
             "several requests.",
             param="input",
         )
-
-
-def _entry(scored: Scored, count: int) -> TokenLogprob:
-    """Return a token's log probability with *count* alternatives. Names are added where the tokenizer is."""
-    number, logprob, rank, top = scored
-    alternatives = [Alternative("", value, id=token) for token, value in top[:count]]
-    return TokenLogprob("", logprob, id=number, rank=rank, top=tuple(alternatives))
 
 
 def _guide_fields(guide: Guide) -> dict[str, Any]:
