@@ -105,9 +105,10 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 # The bytes of a number in a vector.
 _FLOAT = 4
-# The most tokens of a request that gets a vector for each: 64 MiB of vectors with 1,024 numbers, several times that as
-# JSON.
+# The most tokens of a request that gets a vector for each, and the most bytes of these vectors: as JSON they are five
+# times as long.
 _MAX_VECTORS = 16_384
+_MAX_VECTOR_BYTES = 16 * 1024 * 1024
 
 
 class _Fault(msgspec.Struct):
@@ -122,8 +123,9 @@ class _Vector(msgspec.Struct):
     """The answer to a job."""
 
     vector: str = ""
-    #: Of a vector for each token: how many there are, and of how many numbers each.
+    #: Of a vector for each token: how many there are, and of how many numbers each; and whether the input has more.
     shape: list[int] = []
+    more: bool = False
     prompt: int | None = None
     error: Any = msgspec.field(name="e", default=None)
 
@@ -374,14 +376,27 @@ class Companion(Adapter):
 
     def _token_vectors(self, job: TokenEmbeddingJob, responses: Sequence[InferResponse]) -> TokenVectorsResult:
         inputs: list[Sequence[bytes]] = []
+        rows: list[bytes] = []
         tokens = 0
+        size = 0
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                inputs.append(_rows(response, vector))
+                part = _rows(response, vector)
+                rows += part
+                size += sum(map(len, part))
                 tokens += vector.prompt or 0
-        if len(inputs) != len(job.inputs):
+                if not vector.more:
+                    inputs.append(rows)
+                    rows = []
+        if len(inputs) != len(job.inputs) or rows:
             raise InvalidAnswer(f"it has {len(inputs)} answers to {len(job.inputs)} inputs", model=self.config.name)
+        if size > _MAX_VECTOR_BYTES:
+            raise InvalidRequest(
+                f"The vectors of the inputs have {size} bytes together, and a request gets at most "
+                f"{_MAX_VECTOR_BYTES}: send several requests.",
+                param="input",
+            )
         return TokenVectorsResult(vectors=inputs, prompt_tokens=tokens)
 
     def _transcript(self, responses: Sequence[InferResponse]) -> Transcript:

@@ -161,6 +161,19 @@ async def test_a_text_for_pooling(proxy: Proxy) -> None:
     assert [0.0, 0.0] == answer["data"][0]["data"][0]
 
 
+async def test_inputs_of_many_tokens(proxy: Proxy) -> None:
+    """Their vectors come from the model in parts, and stay in order and with their input."""
+    ids = list(range(10, 110))
+    body = {"model": TOKENS, "input": [ids, [5] * 5]}
+    first, second = (await proxy.post(POOLING, body)).json["data"]
+    assert [[10.0 + place, float(place)] for place in range(100)] == first["data"]
+    assert [[5.0, float(place)] for place in range(5)] == second["data"]
+
+    first, _ = (await proxy.post(POOLING, {**body, "encoding_format": "base64"})).json["data"]
+    assert [10.0, 0.0, 11.0, 1.0] == array("f", base64.b64decode(first["data"])).tolist()[:4]
+    assert 2 * len(ids) == len(array("f", base64.b64decode(first["data"])))
+
+
 _UNPOOLED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another task": ({"task": "token_classify"}, "task", "but 'token_embed'"),
     "a task of other paths": ({"task": "embed"}, "task", "/v1/embeddings"),

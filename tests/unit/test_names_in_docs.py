@@ -68,7 +68,8 @@ _KUBERNETES = {
 _ENGINE = {
     "--max-logprobs",
     *("--backend-config", "--dtype", "--enable-lora", "--gpu-memory-utilization", "--hf-overrides", "--name"),
-    *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
+    *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size", "--task"),
+    *("--tokenizer-mode", "--config-format", "--load-format", "--runner", "--pooler-config"),
 }
 FOREIGN = {
     "docs/guides/chat-templates.md": {"--history-template-file"},
