@@ -76,7 +76,7 @@ TASKS = ("transcribe", "translate")
 POOLING_KINDS = ("embed", "classify", "token_embed", "token_classify")
 #: The most bytes of vectors in one response, and in all of a request: a client reads each response as a whole.
 PART = 512 * 1024
-MAX_VECTORS = 16 * 1024 * 1024
+MAX_VECTORS = 8 * 1024 * 1024
 BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
