@@ -68,7 +68,7 @@ _KUBERNETES = {
 _ENGINE = {
     "--max-logprobs",
     *("--backend-config", "--dtype", "--enable-lora", "--gpu-memory-utilization", "--hf-overrides", "--name"),
-    *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size", "--task"),
+    *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
     *("--tokenizer-mode", "--config-format", "--load-format", "--runner", "--pooler-config"),
 }
 FOREIGN = {
