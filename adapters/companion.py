@@ -163,6 +163,8 @@ _WHISPER = Recognition(
 )
 # The most tokens for 30 seconds of speech. A model that repeats itself would go on to the end of its context.
 _MAX_SPOKEN = 1024
+# The most characters of a prompt for speech. The model tokenizes it in the loop that serves all of its streams.
+_MAX_SPOKEN_PROMPT = 16_384
 #: How other models take speech. The model refuses a language that it does not take.
 _HEARING = Recognition(
     max_seconds=30.0,
@@ -534,7 +536,14 @@ def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
 
 
 def _spoken_prompt(job: TranscriptionJob) -> dict[str, str]:
-    """Return what the model makes its prompt for *job* of."""
+    """Return what the model makes its prompt for *job* of. Raises :class:`InvalidRequest` for a long text."""
+    if len(job.prompt or "") > _MAX_SPOKEN_PROMPT:
+        raise InvalidRequest(
+            f"'prompt' may have {_MAX_SPOKEN_PROMPT} characters at most for this model, this one has "
+            f"{len(job.prompt or '')}.",
+            param="prompt",
+            code="string_above_max_length",
+        )
     values = {"task": "transcribe"}
     if isinstance(job, TranslationJob):
         values = {"task": "translate", "to_language": "en"}

@@ -91,6 +91,14 @@ async def test_languages_that_are_refused(proxy: Proxy, fields: dict[str, Any], 
     assert (400, param) == (await refused(proxy, wav(speak(SENTENCE)), model=SPEECH, **fields))[:2]
 
 
+async def test_a_long_prompt(proxy: Proxy) -> None:
+    """The model would tokenize it while all of its streams wait."""
+    file = wav(speak(SENTENCE))
+    assert 200 == (await send(proxy, file, model=SPEECH, prompt="a" * 16_384)).status
+    long = await refused(proxy, file, model=SPEECH, prompt="a" * 16_385)
+    assert (400, "prompt", "string_above_max_length") == long
+
+
 async def test_a_model_that_only_writes_speech_down(proxy: Proxy) -> None:
     """A chat with it is refused by its name, and so are vectors of it."""
     chat = {"model": SPEECH, "messages": [{"role": "user", "content": "Hi"}]}
