@@ -7,7 +7,6 @@ Source of the facts: contract 1 in ``triton_openai/companion/model.py``.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from triton_openai.adapters._common.base import (
 )
 from triton_openai.adapters._common.decoding import checked_vectors
 from triton_openai.adapters._common.deliveries import DeliveryDecoder, token_logprob
+from triton_openai.adapters._common.vectors import FLOAT, MAX_VECTOR_BYTES, Vector, check_tokens, raw_numbers, rows_of
 from triton_openai.adapters._common.wav import wav_file
 from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
@@ -103,12 +103,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
     Parameter("length_penalty", why="it is one of beam searches: send 'use_beam_search' too"),
 )
-# The bytes of a number in a vector.
-_FLOAT = 4
-# The most tokens of a request that gets a vector for each, and the most bytes of these vectors. As JSON they are five
-# times as long, and one copy of that holds the interpreter lock for 25 ms.
-_MAX_VECTORS = 16_384
-_MAX_VECTOR_BYTES = 8 * 1024 * 1024
 
 
 class _Fault(msgspec.Struct):
@@ -117,17 +111,6 @@ class _Fault(msgspec.Struct):
     kind: str = "engine"
     message: str = ""
     param: str | None = None
-
-
-class _Vector(msgspec.Struct):
-    """The answer to a job."""
-
-    vector: str = ""
-    #: Of a vector for each token: how many there are, and of how many numbers each; and whether the input has more.
-    shape: list[int] = []
-    more: bool = False
-    prompt: int | None = None
-    error: Any = msgspec.field(name="e", default=None)
 
 
 class _Spoken(msgspec.Struct):
@@ -175,7 +158,7 @@ _HEARING = Recognition(
     max_tokens=_MAX_SPOKEN,
 )
 _arguments = msgspec.json.Decoder(dict[str, Any])
-_vector = msgspec.json.Decoder(_Vector)
+_vector = msgspec.json.Decoder(Vector)
 _load = msgspec.json.Decoder(EngineLoad)
 _spoken = msgspec.json.Decoder(_Spoken)
 
@@ -269,7 +252,7 @@ class Companion(Adapter):
         pooling = _activation(job.activate)
         if isinstance(job, TokenEmbeddingJob):
             kind = job.tasks[0]
-            _check_tokens(job)
+            check_tokens(job)
         elif isinstance(job, ClassificationJob):
             kind = "classify"
         elif job.dimensions is not None:
@@ -364,7 +347,7 @@ class Companion(Adapter):
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                vectors.append(_raw(response, vector.vector))
+                vectors.append(raw_numbers(response, vector.vector))
                 tokens += vector.prompt or 0
         if isinstance(job, ScoreJob):
             checked_vectors(vectors, len(job.pairs), self.config.name)
@@ -384,7 +367,7 @@ class Companion(Adapter):
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                part = _rows(response, vector)
+                part = rows_of(response, vector)
                 rows += part
                 size += sum(map(len, part))
                 tokens += vector.prompt or 0
@@ -393,10 +376,10 @@ class Companion(Adapter):
                     rows = []
         if len(inputs) != len(job.inputs) or rows:
             raise InvalidAnswer(f"it has {len(inputs)} answers to {len(job.inputs)} inputs", model=self.config.name)
-        if size > _MAX_VECTOR_BYTES:
+        if size > MAX_VECTOR_BYTES:
             raise InvalidRequest(
                 f"The vectors of the inputs have {size} bytes together, and a request gets at most "
-                f"{_MAX_VECTOR_BYTES}: send several requests.",
+                f"{MAX_VECTOR_BYTES}: send several requests.",
                 param="input",
             )
         return TokenVectorsResult(vectors=inputs, prompt_tokens=tokens)
@@ -424,14 +407,14 @@ class Companion(Adapter):
 
     def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
         """Return the scores that *vectors* hold. Raises :class:`InvalidRequest` for those of a classifier."""
-        classes = len(vectors[0]) // _FLOAT
+        classes = len(vectors[0]) // FLOAT
         if classes != 1:
             raise InvalidRequest(
                 f"The model '{self.config.name}' does not rank texts: it has {classes} classes.", param="model"
             )
         return [memoryview(one).cast("f")[0] for one in vectors]
 
-    def _vector(self, response: InferResponse, text: str) -> _Vector:
+    def _vector(self, response: InferResponse, text: str) -> Vector:
         try:
             vector = _vector.decode(text)
         except msgspec.MsgspecError as error:
@@ -559,37 +542,6 @@ def _activation(activate: bool) -> dict[str, Any]:
     if activate:
         return {}
     return {"use_activation": False}
-
-
-def _raw(response: InferResponse, text: str) -> bytes:
-    """Return the numbers of a vector. Raises :class:`InvalidAnswer`."""
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise response.invalid("its vector is no base64") from error
-    if not raw or len(raw) % _FLOAT:
-        raise response.invalid("its vector ends within a number")
-    return raw
-
-
-def _rows(response: InferResponse, vector: _Vector) -> Sequence[bytes]:
-    """Return the vectors of an input's tokens. Raises :class:`InvalidAnswer`."""
-    raw = _raw(response, vector.vector)
-    if len(vector.shape) != 2 or min(vector.shape) < 1 or math.prod(vector.shape) * _FLOAT != len(raw):
-        raise response.invalid("its vectors have another shape than it says")
-    width = vector.shape[1] * _FLOAT
-    return [raw[start : start + width] for start in range(0, len(raw), width)]
-
-
-def _check_tokens(job: TokenEmbeddingJob) -> None:
-    """Raise :class:`InvalidRequest` for inputs whose vectors would be too many for one answer."""
-    tokens = sum(map(len, job.inputs))
-    if tokens > _MAX_VECTORS:
-        raise InvalidRequest(
-            f"The inputs have {tokens} tokens together, and a request gets vectors for at most {_MAX_VECTORS}: send "
-            "several requests.",
-            param="input",
-        )
 
 
 def _guide_fields(guide: Guide) -> dict[str, Any]:

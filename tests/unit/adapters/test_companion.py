@@ -378,7 +378,7 @@ def test_more_vectors_than_a_request_gets(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidRequest, match="16385 tokens together"):
         adapter.encode(TokenEmbeddingJob(id="x", inputs=((5,) * 16_000, (5,) * 385)))
 
-    monkeypatch.setattr(companion, "_MAX_VECTOR_BYTES", 12)
+    monkeypatch.setattr(companion, "MAX_VECTOR_BYTES", 12)
     job = TokenEmbeddingJob(id="x", inputs=((5,), (6,)))
     with pytest.raises(InvalidRequest, match="have 16 bytes together"):
         adapter.decode(job, [answer(vectors([1.0, 2.0]))] * 2)
