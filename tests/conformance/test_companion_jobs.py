@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tests.cases import every_case
 from tests.conformance.calls import in_session_loop, steered
@@ -97,6 +98,17 @@ async def test_a_long_prompt(proxy: Proxy) -> None:
     assert 200 == (await send(proxy, file, model=SPEECH, prompt="a" * 16_384)).status
     long = await refused(proxy, file, model=SPEECH, prompt="a" * 16_385)
     assert (400, "prompt", "string_above_max_length") == long
+
+
+async def test_the_same_over_grpc(proxy: Proxy, companions: TestTriton) -> None:
+    """Texts, and vectors that come in parts, do not depend on the transport."""
+    file = wav(speak(SENTENCE))
+    body = {"model": TOKENS, "input": [list(range(10, 60)), [5]]}
+    settings = settings_for(companions, TOKENS)
+    async with serving(replace(settings, triton=TritonSettings(url=(companions.grpc_url,)))) as other:
+        await other.ready()
+        assert TEXT == (await send(other, file, model=SPEECH)).json["text"]
+        assert (await proxy.post(POOLING, body)).json["data"] == (await other.post(POOLING, body)).json["data"]
 
 
 async def test_a_model_that_only_writes_speech_down(proxy: Proxy) -> None:
