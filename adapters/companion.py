@@ -7,7 +7,6 @@ Source of the facts: contract 1 in ``triton_openai/companion/model.py``.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,8 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
+from triton_openai.adapters._common.deliveries import DeliveryDecoder, token_logprob
+from triton_openai.adapters._common.vectors import FLOAT, MAX_VECTOR_BYTES, Vector, check_tokens, raw_numbers, rows_of
 from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
 from triton_openai.errors import (
     ConfigurationError,
@@ -44,11 +45,8 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.generation import (
-    Alternative,
     Beams,
-    Delta,
     EngineLoad,
-    FinishReason,
     Generation,
     Guide,
     Sampling,
@@ -70,7 +68,7 @@ from triton_openai.jobs import (
     TranslationJob,
 )
 from triton_openai.languages import LANGUAGES
-from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig, Scored
+from triton_openai.triton.tensors import CarriedResponse, InferRequest, InferResponse, ModelConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -105,12 +103,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
     Parameter("length_penalty", why="it is one of beam searches: send 'use_beam_search' too"),
 )
-# The bytes of a number in a vector.
-_FLOAT = 4
-# The most tokens of a request that gets a vector for each: 64 MiB of vectors with 1,024 numbers, several times that as
-# JSON.
-_MAX_VECTORS = 16_384
-_FINISHES: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class _Fault(msgspec.Struct):
@@ -119,16 +111,6 @@ class _Fault(msgspec.Struct):
     kind: str = "engine"
     message: str = ""
     param: str | None = None
-
-
-class _Vector(msgspec.Struct):
-    """The answer to a job."""
-
-    vector: str = ""
-    #: Of a vector for each token: how many there are, and of how many numbers each.
-    shape: list[int] = []
-    prompt: int | None = None
-    error: Any = msgspec.field(name="e", default=None)
 
 
 class _Spoken(msgspec.Struct):
@@ -164,6 +146,8 @@ _WHISPER = Recognition(
 )
 # The most tokens for 30 seconds of speech. A model that repeats itself would go on to the end of its context.
 _MAX_SPOKEN = 1024
+# The most characters of a prompt for speech. The model tokenizes it in the loop that serves all of its streams.
+_MAX_SPOKEN_PROMPT = 16_384
 #: How other models take speech. The model refuses a language that it does not take.
 _HEARING = Recognition(
     max_seconds=30.0,
@@ -174,7 +158,7 @@ _HEARING = Recognition(
     max_tokens=_MAX_SPOKEN,
 )
 _arguments = msgspec.json.Decoder(dict[str, Any])
-_vector = msgspec.json.Decoder(_Vector)
+_vector = msgspec.json.Decoder(Vector)
 _load = msgspec.json.Decoder(EngineLoad)
 _spoken = msgspec.json.Decoder(_Spoken)
 
@@ -268,7 +252,7 @@ class Companion(Adapter):
         pooling = _activation(job.activate)
         if isinstance(job, TokenEmbeddingJob):
             kind = job.tasks[0]
-            _check_tokens(job)
+            check_tokens(job)
         elif isinstance(job, ClassificationJob):
             kind = "classify"
         elif job.dimensions is not None:
@@ -345,7 +329,7 @@ class Companion(Adapter):
         """Return the log probabilities of the prompt's tokens."""
         if not isinstance(response, CarriedResponse) or response.delivery.prompt_logprobs is None:
             return None
-        return [_entry(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
+        return [token_logprob(scored, count) for scored in response.delivery.prompt_logprobs[1:] if scored is not None]
 
     def decode(
         self,
@@ -363,7 +347,7 @@ class Companion(Adapter):
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                vectors.append(_raw(response, vector.vector))
+                vectors.append(raw_numbers(response, vector.vector))
                 tokens += vector.prompt or 0
         if isinstance(job, ScoreJob):
             checked_vectors(vectors, len(job.pairs), self.config.name)
@@ -377,14 +361,27 @@ class Companion(Adapter):
 
     def _token_vectors(self, job: TokenEmbeddingJob, responses: Sequence[InferResponse]) -> TokenVectorsResult:
         inputs: list[Sequence[bytes]] = []
+        rows: list[bytes] = []
         tokens = 0
+        size = 0
         for response in responses:
             for text in response.texts(_RESPONSE):
                 vector = self._vector(response, text)
-                inputs.append(_rows(response, vector))
+                part = rows_of(response, vector)
+                rows += part
+                size += sum(map(len, part))
                 tokens += vector.prompt or 0
-        if len(inputs) != len(job.inputs):
+                if not vector.more:
+                    inputs.append(rows)
+                    rows = []
+        if len(inputs) != len(job.inputs) or rows:
             raise InvalidAnswer(f"it has {len(inputs)} answers to {len(job.inputs)} inputs", model=self.config.name)
+        if size > MAX_VECTOR_BYTES:
+            raise InvalidRequest(
+                f"The vectors of the inputs have {size} bytes together, and a request gets at most "
+                f"{MAX_VECTOR_BYTES}: send several requests.",
+                param="input",
+            )
         return TokenVectorsResult(vectors=inputs, prompt_tokens=tokens)
 
     def _transcript(self, responses: Sequence[InferResponse]) -> Transcript:
@@ -410,14 +407,14 @@ class Companion(Adapter):
 
     def _scores(self, vectors: Sequence[bytes]) -> Sequence[float]:
         """Return the scores that *vectors* hold. Raises :class:`InvalidRequest` for those of a classifier."""
-        classes = len(vectors[0]) // _FLOAT
+        classes = len(vectors[0]) // FLOAT
         if classes != 1:
             raise InvalidRequest(
                 f"The model '{self.config.name}' does not rank texts: it has {classes} classes.", param="model"
             )
         return [memoryview(one).cast("f")[0] for one in vectors]
 
-    def _vector(self, response: InferResponse, text: str) -> _Vector:
+    def _vector(self, response: InferResponse, text: str) -> Vector:
         try:
             vector = _vector.decode(text)
         except msgspec.MsgspecError as error:
@@ -522,7 +519,14 @@ def _beams(generation: Generation, beams: Beams) -> dict[str, Any]:
 
 
 def _spoken_prompt(job: TranscriptionJob) -> dict[str, str]:
-    """Return what the model makes its prompt for *job* of."""
+    """Return what the model makes its prompt for *job* of. Raises :class:`InvalidRequest` for a long text."""
+    if len(job.prompt or "") > _MAX_SPOKEN_PROMPT:
+        raise InvalidRequest(
+            f"'prompt' may have {_MAX_SPOKEN_PROMPT} characters at most for this model, this one has "
+            f"{len(job.prompt or '')}.",
+            param="prompt",
+            code="string_above_max_length",
+        )
     values = {"task": "transcribe"}
     if isinstance(job, TranslationJob):
         values = {"task": "translate", "to_language": "en"}
@@ -538,82 +542,6 @@ def _activation(activate: bool) -> dict[str, Any]:
     if activate:
         return {}
     return {"use_activation": False}
-
-
-class DeliveryDecoder:
-    """Reads what a carrier brings for one answer."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._logprobs = generation.sampling.logprobs
-        self._prompt: int | None = len(generation.prompt_ids or ())
-        self._total = 0.0
-        self._sums = generation.cumulative_logprob
-
-    def feed(self, response: InferResponse) -> Delta:
-        """Return what *response* adds."""
-        if not isinstance(response, CarriedResponse):
-            raise response.invalid("it did not come over a carrier")
-        delivery = response.delivery
-        ids = delivery.ids
-        delta = Delta(token_ids=ids, tokens=len(ids))
-        if self._prompt is not None:
-            delta.prompt_tokens = self._prompt
-            self._prompt = None
-        scores = delivery.logprobs
-        if scores is not None:
-            if self._logprobs is not None:
-                count = self._logprobs
-                delta.logprobs = [_entry(scored, count) for scored in scores]
-            if self._sums:
-                self._total += sum([scored[1] for scored in scores])
-                delta.cumulative_logprob = self._total
-        if delivery.finish is not None:
-            delta.finish_reason = _FINISHES.get(delivery.finish)
-            if delivery.usage is not None:
-                delta.prompt_tokens, delta.cached_tokens, _ = delivery.usage
-        return delta
-
-    def flush(self) -> str:
-        """Return nothing: ids are never held back."""
-        return ""
-
-
-def _raw(response: InferResponse, text: str) -> bytes:
-    """Return the numbers of a vector. Raises :class:`InvalidAnswer`."""
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise response.invalid("its vector is no base64") from error
-    if not raw or len(raw) % _FLOAT:
-        raise response.invalid("its vector ends within a number")
-    return raw
-
-
-def _rows(response: InferResponse, vector: _Vector) -> Sequence[bytes]:
-    """Return the vectors of an input's tokens. Raises :class:`InvalidAnswer`."""
-    raw = _raw(response, vector.vector)
-    if len(vector.shape) != 2 or min(vector.shape) < 1 or math.prod(vector.shape) * _FLOAT != len(raw):
-        raise response.invalid("its vectors have another shape than it says")
-    width = vector.shape[1] * _FLOAT
-    return [raw[start : start + width] for start in range(0, len(raw), width)]
-
-
-def _check_tokens(job: TokenEmbeddingJob) -> None:
-    """Raise :class:`InvalidRequest` for inputs whose vectors would be too many for one answer."""
-    tokens = sum(map(len, job.inputs))
-    if tokens > _MAX_VECTORS:
-        raise InvalidRequest(
-            f"The inputs have {tokens} tokens together, and a request gets vectors for at most {_MAX_VECTORS}: send "
-            "several requests.",
-            param="input",
-        )
-
-
-def _entry(scored: Scored, count: int) -> TokenLogprob:
-    """Return a token's log probability with *count* alternatives. Names are added where the tokenizer is."""
-    number, logprob, rank, top = scored
-    alternatives = [Alternative("", value, id=token) for token, value in top[:count]]
-    return TokenLogprob("", logprob, id=number, rank=rank, top=tuple(alternatives))
 
 
 def _guide_fields(guide: Guide) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Job(msgspec.Struct, Generic[R], gc=False, frozen=True, kw_only=True):
     does: ClassVar[tuple[str, str]]
     #: The fields of the least that such a model can be asked, to see whether it answers.
     least: ClassVar[Mapping[str, Any]]
+    #: Whether the answer to a request may come in several responses.
+    in_parts: ClassVar[bool] = False
 
     #: Unique among all requests of this process: Triton logs it.
     id: str
@@ -104,6 +106,7 @@ class TokenVectorsResult(Result, frozen=True, kw_only=True):
 class TokenEmbeddingJob(TextJob[TokenVectorsResult], frozen=True, kw_only=True):
     """Texts of which each token gets an embedding, as for late interaction (ColBERT)."""
 
+    in_parts = True
     tasks = ("token_embed",)
     does = ("makes embeddings of tokens", "make embeddings of tokens")
 

@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tests.cases import every_case
-from tests.conformance.calls import in_session_loop
+from tests.conformance.calls import in_session_loop, steered
 from tests.conformance.test_transcriptions import PATH, TEXT, TRANSLATIONS, events, refused, send
 from tests.proxy_fixture import Proxy, serving
 from tests.speech import SENTENCE, speak, wav
 from tests.standins.repository import build_repository
-from tests.triton_fixture import embedded, shared
+from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
+from triton_openai.demo.record import Record
 
 pytestmark = in_session_loop
 
-SPEECH, TOKENS = "companion_speech", "companion_tokens"
+SPEECH, TOKENS, HEARING = "companion_speech", "companion_tokens", "companion_hearing"
 POOLING = "/pooling"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def proxy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Proxy]:
-    """The service in front of a Triton with both models. The one of speech has no tokenizer here: it needs none."""
-    repository = build_repository(tmp_path_factory.mktemp("companions") / "repository", models=(SPEECH, TOKENS))
+@pytest.fixture(scope="module")
+def companions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
+    """A Triton with the models."""
+    folder = tmp_path_factory.mktemp("companions")
+    record = folder / "record.jsonl"
+    repository = build_repository(folder / "repository", models=(SPEECH, TOKENS, HEARING), record=record)
     server = embedded(repository)
     with shared(server):
-        models = {TOKENS: ModelSettings(tokenizer=str(repository.tokenizer), max_model_len=2048)}
-        settings = Settings(triton=TritonSettings(url=(server.http_url,)), models=models)
-        async with serving(settings) as running:
-            await running.ready()
-            yield running
+        yield TestTriton(server, repository, Record(record))
+
+
+def settings_for(triton: TestTriton, *models: str) -> Settings:
+    """Return settings with a tokenizer for each of *models*."""
+    own = ModelSettings(tokenizer=str(triton.tokenizer), max_model_len=2048)
+    return Settings(triton=TritonSettings(url=(triton.http_url,)), models=dict.fromkeys(models, own))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def proxy(companions: TestTriton) -> AsyncIterator[Proxy]:
+    """The service in front of it. The models that hear have no tokenizer here: speech needs none."""
+    async with serving(settings_for(companions, TOKENS)) as running:
+        await running.ready()
+        yield running
 
 
 async def test_a_recording_is_written_down(proxy: Proxy) -> None:
@@ -78,12 +92,47 @@ async def test_languages_that_are_refused(proxy: Proxy, fields: dict[str, Any], 
     assert (400, param) == (await refused(proxy, wav(speak(SENTENCE)), model=SPEECH, **fields))[:2]
 
 
+async def test_a_long_prompt(proxy: Proxy) -> None:
+    """The model would tokenize it while all of its streams wait."""
+    file = wav(speak(SENTENCE))
+    assert 200 == (await send(proxy, file, model=SPEECH, prompt="a" * 16_384)).status
+    long = await refused(proxy, file, model=SPEECH, prompt="a" * 16_385)
+    assert (400, "prompt", "string_above_max_length") == long
+
+
+async def test_the_same_over_grpc(proxy: Proxy, companions: TestTriton) -> None:
+    """Texts, and vectors that come in parts, do not depend on the transport."""
+    file = wav(speak(SENTENCE))
+    body = {"model": TOKENS, "input": [list(range(10, 60)), [5]]}
+    settings = settings_for(companions, TOKENS)
+    async with serving(replace(settings, triton=TritonSettings(url=(companions.grpc_url,)))) as other:
+        await other.ready()
+        assert TEXT == (await send(other, file, model=SPEECH)).json["text"]
+        assert (await proxy.post(POOLING, body)).json["data"] == (await other.post(POOLING, body)).json["data"]
+
+
 async def test_a_model_that_only_writes_speech_down(proxy: Proxy) -> None:
     """A chat with it is refused by its name, and so are vectors of it."""
     chat = {"model": SPEECH, "messages": [{"role": "user", "content": "Hi"}]}
     for path, body in (("/v1/chat/completions", chat), (POOLING, {"model": SPEECH, "input": "Hi"})):
         answer = await proxy.post(path, body)
         assert (400, "model") == (answer.status, answer.error["param"]), answer.body
+
+
+async def test_a_model_that_chats_too(proxy: Proxy, companions: TestTriton) -> None:
+    """Without a tokenizer it writes down speech all the same, and a chat says what lacks; with one it does both."""
+    file = wav(speak(SENTENCE))
+    assert TEXT == (await send(proxy, file, model=HEARING)).json["text"]
+    chat = {"model": HEARING, "messages": [{"role": "user", "content": steered("Hi", text="Hello.")}]}
+    answer = await proxy.post("/v1/chat/completions", chat)
+    assert (501, "configuration_error") == (answer.status, answer.error["code"]), answer.body
+
+    async with serving(settings_for(companions, HEARING)) as other:
+        await other.ready()
+        assert TEXT == (await send(other, file, model=HEARING)).json["text"]
+        answer = await other.post("/v1/chat/completions", chat)
+        assert "Hello." == answer.json["choices"][0]["message"]["content"]
+        assert ["generate", "transcribe", "translate"] == list((await other.models.find(HEARING)).tasks)
 
 
 async def test_a_vector_for_each_token(proxy: Proxy) -> None:
@@ -130,6 +179,19 @@ async def test_a_text_for_pooling(proxy: Proxy) -> None:
 
     assert answer["usage"]["prompt_tokens"] == len(answer["data"][0]["data"]) > 1
     assert [0.0, 0.0] == answer["data"][0]["data"][0]
+
+
+async def test_inputs_of_many_tokens(proxy: Proxy) -> None:
+    """Their vectors come from the model in parts, and stay in order and with their input."""
+    ids = list(range(10, 110))
+    body = {"model": TOKENS, "input": [ids, [5] * 5]}
+    first, second = (await proxy.post(POOLING, body)).json["data"]
+    assert [[10.0 + place, float(place)] for place in range(100)] == first["data"]
+    assert [[5.0, float(place)] for place in range(5)] == second["data"]
+
+    first, _ = (await proxy.post(POOLING, {**body, "encoding_format": "base64"})).json["data"]
+    assert [10.0, 0.0, 11.0, 1.0] == array("f", base64.b64decode(first["data"])).tolist()[:4]
+    assert 2 * len(ids) == len(array("f", base64.b64decode(first["data"])))
 
 
 _UNPOOLED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -162,7 +162,8 @@ _ROWS: Mapping[Kind, Sequence[tuple[str, ...]]] = {
         ("`echo` with `logprobs`", "vLLM sends `prompt_logprobs` too, asked for or not.", "^completion: echo with log",
          r"choices\[\]\.prompt_logprobs"),
         ("log probabilities of half a character",
-         "A token that is a part of a character is shown as U+FFFD, with its bytes. vLLM shows an empty text.", "",
+         "A token that is a part of a character is shown as U+FFFD with its own bytes, as OpenAI documents the bytes."
+         " vLLM shows an empty text without bytes, and at the character's last token the whole character.", "",
          r"choices\[\]\.prompt_logprobs\[\]\.\d+\.decoded_token|"
          r"choices\[\]\.logprobs\.((tokens|text_offset)\[\]|top_logprobs\[\]\.(.*\ufffd.*)?)|"
          r"choices\[\]\.logprobs\.content\[\](\.top_logprobs\[\])?\.(bytes|token)"),

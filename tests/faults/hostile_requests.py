@@ -27,7 +27,7 @@ from triton_openai.api.bodies import FormRequest, JsonCheck
 from triton_openai.api.routes import OPERATIONS
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest
-from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob
+from triton_openai.jobs import ClassificationJob, EmbeddingJob, JobType, ScoreJob, TokenEmbeddingJob
 from triton_openai.operations import BodyKind, Operation
 
 KEYS = ("sk-one", "sk-two")
@@ -40,6 +40,8 @@ SPEAKING = ("file_tts",)
 DOING: Mapping[JobType, tuple[str, ...]] = {
     EmbeddingJob: ("text_embedding", "text_embedding", "vllm_embedding"),
     ClassificationJob: ("text_classification", "text_classification_ids"),
+    # The demo has none: the body is read before the model is found to do something else.
+    TokenEmbeddingJob: ("text_embedding",),
 }
 HEARING = ("sensevoice",)
 MODELS = tuple(dict.fromkeys((*GENERATING, *RANKING, *HEARING, *SPEAKING, *chain.from_iterable(DOING.values()))))

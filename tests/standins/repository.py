@@ -102,6 +102,13 @@ def companion(site: Site, name: str, **more: Any) -> None:
     (site.repository.path.parent / "standins" / "shipped_companion.py").write_text(model_code())
 
 
+def _hearing_companion(site: Site, name: str) -> None:
+    """Build a companion model that chats and writes down speech, as of a language model that takes audio."""
+    companion(site, name)
+    path = site.repository.path / name / "config.pbtxt"
+    path.write_text(path.read_text().replace('"generate"', '"generate, transcribe_text"'))
+
+
 def _encoder(site: Site, name: str) -> None:
     site.build(name, "encoder", contract=_VECTORS_OF_IDS)
 
@@ -270,12 +277,13 @@ FURTHER: Mapping[str, Builder] = {
     "companion": (companion, ()),
     "companion_tokens": (partial(companion, pooler_config={"task": "token_embed"}), ()),
     "companion_speech": (partial(companion, task="transcription"), ()),
+    "companion_hearing": (_hearing_companion, ()),
     **dict.fromkeys(SYNTHESIZERS, (_synthesizer, ())),
 }
 #: Other releases of what the fixture `triton` serves: tests serve them where they need them.
 #: Most synthesizers need settings.
 BY_THEMSELVES = {
-    *("companion_tokens", "companion_speech"),
+    *("companion_tokens", "companion_speech", "companion_hearing"),
     *("tensorrt_llm_llmapi_r1_0", "tensorrt_llm_llmapi_multimodal", "vllm_model_r24_12"),
     *(SYNTHESIZERS.keys() - {"file_tts"}),
 }

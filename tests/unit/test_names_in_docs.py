@@ -69,6 +69,7 @@ _ENGINE = {
     "--max-logprobs",
     *("--backend-config", "--dtype", "--enable-lora", "--gpu-memory-utilization", "--hf-overrides", "--name"),
     *("--no-enable-prefix-caching", "--scheduling-policy", "--tensor-parallel-size"),
+    *("--tokenizer-mode", "--config-format", "--load-format", "--runner", "--pooler-config"),
 }
 FOREIGN = {
     "docs/guides/chat-templates.md": {"--history-template-file"},

@@ -68,7 +68,7 @@ async def _run(
     adapter = model.adapter
     (rows, size) = taken.extent
     requests = await offload.run(lambda: adapter.encode(taken), cost=offload.ITEM * rows + offload.BYTE * size)
-    answers = await _answers(upstream, model, requests, timeout=timeout)
+    answers = await _answers(upstream, requests, in_parts=job.in_parts, timeout=timeout)
     cost = 10 * offload.ITEM * rows + offload.BYTE * sum(answer.size for answer in answers)
     result: _R = await offload.run(lambda: adapter.decode(taken, answers), cost=cost)
     if result.prompt_tokens is None:
@@ -77,24 +77,30 @@ async def _run(
 
 
 async def _answers(
-    upstream: UpstreamClient, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
+    upstream: UpstreamClient, requests: Sequence[InferRequest], *, in_parts: bool, timeout: float | None
 ) -> Sequence[InferResponse]:
-    """Return the first answer to each of *requests*, in their order. Raises :class:`ServiceError`."""
+    """
+    Return the first answer to each of *requests*, in their order, or all answers to each if they come *in_parts*.
+
+    Raises :class:`ServiceError`.
+    """
     slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
-    async def answer(request: InferRequest) -> InferResponse:
+    async def answer(request: InferRequest) -> Sequence[InferResponse]:
         async with slots:
             responses = await upstream.ask(request)
-        return responses[0]
+        if in_parts:
+            return responses
+        return responses[:1]
 
-    tasks: list[asyncio.Task[InferResponse]] = []
+    tasks: list[asyncio.Task[Sequence[InferResponse]]] = []
     try:
         async with asyncio.timeout(timeout):
             for request in requests:
                 tasks.append(asyncio.create_task(answer(request)))
                 # Thousands of them take long to send: not in one turn of the event loop.
                 await asyncio.sleep(0)
-            return await asyncio.gather(*tasks)
+            return [*chain.from_iterable(await asyncio.gather(*tasks))]
     except TimeoutError as error:
         raise timeout_error(timeout) from error
     finally:

@@ -11,7 +11,7 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ from triton_openai.operations import Call, Reply
 _JOBS = (TokenEmbeddingJob, TokenClassificationJob)
 # What vLLM's server does on this path for models of other kinds, and where this service does it.
 _ELSEWHERE = {"embed": "/v1/embeddings", "classify": "/v1/classify"}
+
+# Bytes of whole numbers, and of whole groups of base64.
+_PIECE = 12 * 64 * 1024
 
 
 # Names of vLLM's server that would change the answer.
@@ -98,10 +101,18 @@ def _job_of(model: ServedModel, task: str | None) -> type[TokenEmbeddingJob]:
 
 def _pooled(index: int, rows: Sequence[bytes], as_text: bool) -> Pooled:
     if as_text:
-        whole = b"".join(rows)
-        _check_numbers(array("f", whole))
-        return Pooled(index=index, data=base64.b64encode(whole).decode())
+        return Pooled(index=index, data=_as_base64(b"".join(rows)))
     return Pooled(index=index, data=encode_each(_numbers(row) for row in rows))
+
+
+def _as_base64(vectors: bytes) -> Any:
+    """Return *vectors* in base64 as JSON, made in pieces: one call over megabytes would hold the event loop."""
+    pieces = []
+    for start in range(0, len(vectors), _PIECE):
+        piece = vectors[start : start + _PIECE]
+        _check_numbers(array("f", piece))
+        pieces.append(base64.b64encode(piece))
+    return msgspec.Raw(b'"' + b"".join(pieces) + b'"')
 
 
 def _numbers(row: bytes) -> list[float]:

@@ -74,6 +74,9 @@ TRANSCRIPTION = {"v", "kind", "ids", "sampling", "media", "task", "language", "t
 TASKS = ("transcribe", "translate")
 # Kinds of requests for vectors, which vLLM's tasks are called too: of a whole input, and of each of its tokens.
 POOLING_KINDS = ("embed", "classify", "token_embed", "token_classify")
+#: The most bytes of vectors in one response, and in all of a request: a client reads each response as a whole.
+PART = 512 * 1024
+MAX_VECTORS = 8 * 1024 * 1024
 BEAMS = {"width", "index", "search", "length_penalty", "ends"}
 # The fields of SamplingParams that this file sets itself, or that are no parameters.
 OWN = {"output_kind", "detokenize", "n", "logprobs", "prompt_logprobs", "output_text_buffer_length", "skip_clone"}
@@ -230,7 +233,7 @@ class Carrier:
         queue = self._model.queue()
         if queue is not None:
             body["q"] = queue
-        self._sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]))
+        self._sender.send(response_of(body))
 
     def _next(self):
         """Return the events of the next response, none after a pulse, or None at the end."""
@@ -517,7 +520,7 @@ class TritonPythonModel:
         return engine.queue(self._streams())
 
     async def _answer(self, sender, message, media, request_id):
-        """Answer a request that has one response."""
+        """Answer a request that belongs to no carrier."""
         try:
             if message["kind"] == "info":
                 body = self.engine.info(self._streams())
@@ -526,7 +529,11 @@ class TritonPythonModel:
                 body = await self.engine.transcribe(message, media, request_id)
             else:
                 check_keys(message, KEYS, "request")
-                body = await self.engine.pool(message, request_id)
+                *parts, body = await self.engine.pool(message, request_id)
+                for part in parts:
+                    sender.send(response_of(part))
+                    # Streams of the engine go on in between.
+                    await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             body = {"e": error_fields(self._explained(error))}
         answer(sender, body)
@@ -577,8 +584,13 @@ def check_keys(values, known, name, prefix=""):
 
 
 def answer(sender, body):
-    """Send the only response of a request."""
-    sender.send(pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))]), flags=FINAL)
+    """Send the only response of a request, or the last one."""
+    sender.send(response_of(body), flags=FINAL)
+
+
+def response_of(body):
+    """Return *body* as a response."""
+    return pb.InferenceResponse([pb.Tensor("response", np.array([compact(body)], dtype=object))])
 
 
 def compact(value):
@@ -607,6 +619,11 @@ def prompt_positions(output):
         else:
             positions.append(position(entries, token, len(entries)))
     return positions
+
+
+def encoded(vectors):
+    """Return the bytes of *vectors* in base64."""
+    return base64.b64encode(vectors.tobytes()).decode()
 
 
 def finite(value):
@@ -1060,7 +1077,11 @@ class Engine:
         return {"ids": spoken, "logprob": finite(total), "prompt": len(ids)}
 
     async def pool(self, message, request_id):
-        """Return the vector of one input, or of each of its tokens: an embedding, or the scores of classes."""
+        """
+        Return the responses with the vector of one input, or of each of its tokens: an embedding, or scores of classes.
+
+        Raises Refused for more vectors than a request gets.
+        """
         values = dict(message.get("pooling", {}))
         params = self._library.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
@@ -1076,13 +1097,18 @@ class Engine:
         if result is None:
             raise Refused("The engine gave no answer.", kind="engine")
         vectors = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4")
-        body = {
-            "vector": base64.b64encode(vectors.tobytes()).decode(),
-            "prompt": len(result.prompt_token_ids),
-        }
-        if message["kind"].startswith("token_"):
-            body["shape"] = list(vectors.shape)
-        return body
+        tokens = len(result.prompt_token_ids)
+        if not message["kind"].startswith("token_"):
+            return [{"vector": encoded(vectors), "prompt": tokens}]
+        if vectors.nbytes > MAX_VECTORS:
+            raise Refused(f"The vectors of an input have {vectors.nbytes} bytes, of at most {MAX_VECTORS}.", "input")
+        rows = max(1, PART // vectors[0].nbytes)
+        parts = []
+        for start in range(0, len(vectors), rows):
+            part = vectors[start : start + rows]
+            parts.append({"vector": encoded(part), "shape": list(part.shape), "more": True})
+        parts[-1].update(more=False, prompt=tokens)
+        return parts
 
 
 class Speech:

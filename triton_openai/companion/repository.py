@@ -45,12 +45,11 @@ _TOKEN_TASKS = ("token_embed", "token_classify")
 _WHISPER = "transcribe"
 _SPEECH = "transcribe_text"
 _CHATS_TOO = f"generate, {_SPEECH}"
-#: The kinds in vLLM 0.11 to 0.33. Those that vLLM serves for transcriptions alone, or whose tokenizer only vLLM reads
-#: (Voxtral, Kimi-Audio), do not chat.
+#: The kinds in vLLM 0.11 to 0.33. Those that vLLM serves for transcriptions alone do not chat.
 SPEECH_MODELS = (
     SpeechModel("WhisperForConditionalGeneration", "whisper", _WHISPER),
-    SpeechModel("VoxtralForConditionalGeneration", "voxtral", _SPEECH),
-    SpeechModel("VoxtralRealtimeGeneration", "voxtral", _SPEECH),
+    SpeechModel("VoxtralForConditionalGeneration", "voxtral", _CHATS_TOO),
+    SpeechModel("VoxtralRealtimeGeneration", "voxtral", _CHATS_TOO),
     SpeechModel("Qwen3ASRForConditionalGeneration", "qwen3-asr", _CHATS_TOO),
     SpeechModel("Qwen3ASRRealtimeGeneration", "qwen3-asr", _CHATS_TOO),
     SpeechModel("Qwen3OmniMoeForConditionalGeneration", "qwen3-omni", _CHATS_TOO),
@@ -58,7 +57,7 @@ SPEECH_MODELS = (
     SpeechModel("GraniteSpeechForConditionalGeneration", "granite-speech", _CHATS_TOO),
     SpeechModel("GraniteSpeechPlusForConditionalGeneration", "granite-speech", _CHATS_TOO),
     SpeechModel("GlmAsrForConditionalGeneration", "glm-asr", _CHATS_TOO),
-    SpeechModel("MoonshotKimiaForCausalLM", "kimi-audio", _SPEECH),
+    SpeechModel("MoonshotKimiaForCausalLM", "kimi-audio", _CHATS_TOO),
     SpeechModel("CohereAsrForConditionalGeneration", "cohere-transcribe", _SPEECH),
     SpeechModel("FireRedASR2ForConditionalGeneration", "fireredasr2", _SPEECH),
     SpeechModel("FunASRForConditionalGeneration", "fun-asr", _SPEECH),

@@ -7,12 +7,14 @@ import io
 import json
 import wave
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import every_case
+from triton_openai.adapters import companion
 from triton_openai.adapters.companion import Companion
 from triton_openai.companion.repository import config_text, runner_of
 from triton_openai.errors import (
@@ -34,6 +36,8 @@ from triton_openai.jobs import (
     EmbeddingJob,
     ScoreJob,
     ScoreResult,
+    TokenClassificationJob,
+    TokenEmbeddingJob,
     TokenPair,
     TranscriptionJob,
     TranslationJob,
@@ -249,7 +253,7 @@ _RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
     "a folder whose name is of another model": ({"model": "{folder}/voxtral-like"}, "generate"),
     "another one on the hub": ({"model": "Qwen/Qwen3-ASR-1.7B"}, "generate, transcribe_text"),
     "one that does nothing else": ({"model": "FunAudioLLM/Fun_ASR-Nano"}, "transcribe_text"),
-    "one whose tokenizer only vLLM reads": ({"model": "mistralai/Voxtral-Mini-3B-2507"}, "transcribe_text"),
+    "a name in other letters": ({"model": "mistralai/Voxtral-Mini-3B-2507"}, "generate, transcribe_text"),
     "the task of older releases": ({"model": "own/model", "task": "transcription"}, "transcribe_text"),
     "that task of a Whisper": ({"model": "openai/whisper-tiny", "task": "transcription"}, "transcribe"),
     "embeddings of a model that hears": ({"model": "Qwen/Qwen3-Omni-30B", "runner": "pooling"}, "embed"),
@@ -318,6 +322,66 @@ def test_a_model_that_writes_its_prompts(name: str) -> None:
     media = [{"type": "audio", "at": 0, "encoding": "base64"}]
 
     assert {"v": 1, "kind": "transcribe", "sampling": sampling, "media": media, **expected} == asked_for
+
+
+def vectors(*rows: Sequence[float], **more: Any) -> dict[str, Any]:
+    """Return a part of the vectors of an input's tokens."""
+    flat = array("f", [value for row in rows for value in row])
+    return {"vector": base64.b64encode(flat.tobytes()).decode(), "shape": [len(rows), len(rows[0])], **more}
+
+
+def test_vectors_of_tokens() -> None:
+    """A request for each input. The parts of an answer belong together, up to the one that has no more behind it."""
+    adapter = Companion(config(triton_openai_runner="token_embed"), {})
+    job = TokenEmbeddingJob(id="x", inputs=((5, 6, 7), (8,)), activate=False)
+    first, second = [json.loads(one.inputs[0].values[0]) for one in adapter.encode(job)]
+    assert ("token_embed", [5, 6, 7], {"use_activation": False}) == (first["kind"], first["ids"], first["pooling"])
+    assert [8] == second["ids"]
+
+    parts = [
+        vectors([1.0, 2.0], [3.0, 4.0], more=True),
+        vectors([5.0, 6.0], more=False, prompt=3),
+        vectors([7.0, 8.0], prompt=1),
+    ]
+    result: Any = adapter.decode(job, [answer(part) for part in parts])
+    assert 4 == result.prompt_tokens
+    assert [[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [[7.0, 8.0]]] == [
+        [array("f", row).tolist() for row in rows] for rows in result.vectors
+    ]
+
+
+_ODD: dict[str, list[dict[str, Any]]] = {
+    "no shape": [{"vector": vectors([1.0])["vector"]}],
+    "a shape of other vectors": [{**vectors([1.0, 2.0]), "shape": [2, 2]}],
+    "a shape of one number": [{**vectors([1.0, 2.0]), "shape": [2]}],
+    "a shape of nothing": [{**vectors([1.0]), "shape": [0, 1]}],
+    "a shape below nothing": [{**vectors([1.0]), "shape": [-1, -1]}],
+    "no end": [vectors([1.0], more=True)],
+    "two answers to one input": [vectors([1.0]), vectors([1.0])],
+    "no answer": [],
+}
+
+
+@every_case("name", list(_ODD))
+def test_vectors_of_tokens_that_cannot_be_read(name: str) -> None:
+    """The model is at fault."""
+    adapter = Companion(config(triton_openai_runner="token_classify"), {})
+    job = TokenClassificationJob(id="x", inputs=((5,),))
+
+    with pytest.raises(InvalidAnswer):
+        adapter.decode(job, [answer(part) for part in _ODD[name]])
+
+
+def test_more_vectors_than_a_request_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their tokens before the model is asked, and by their bytes, which only the model knows."""
+    adapter = Companion(config(triton_openai_runner="token_embed"), {})
+    with pytest.raises(InvalidRequest, match="16385 tokens together"):
+        adapter.encode(TokenEmbeddingJob(id="x", inputs=((5,) * 16_000, (5,) * 385)))
+
+    monkeypatch.setattr(companion, "MAX_VECTOR_BYTES", 12)
+    job = TokenEmbeddingJob(id="x", inputs=((5,), (6,)))
+    with pytest.raises(InvalidRequest, match="have 16 bytes together"):
+        adapter.decode(job, [answer(vectors([1.0, 2.0]))] * 2)
 
 
 _RUNS: dict[str, tuple[str | None, list[Any], bool]] = {
