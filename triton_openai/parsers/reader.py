@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from functools import cache
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 _Result = TypeVar("_Result")
@@ -79,9 +79,13 @@ class Markers:
         return marker
 
 
-@cache
+@lru_cache(maxsize=1024)
 def markers(*texts: str) -> Markers:
-    """Return the set of these markers, compiled once: for sets that are put together from a class's attributes."""
+    """
+    Return the set of these markers, compiled once as long as it is in use: for sets that are put together.
+
+    Some have a parameter's name in them, of which there is no limit.
+    """
     return Markers(*texts)
 
 
