@@ -212,7 +212,7 @@ class CallGrammar(Grammar, ToolParser):
             text = reader.kept()
             if len(text) > _MAX_TOLERANT:
                 self._spent += cost
-                reader.look_back(read)
+                reader.rewind(read)
                 return False
             cost += len(text)
             try:
@@ -221,11 +221,11 @@ class CallGrammar(Grammar, ToolParser):
                 size = 2 * len(text)
             except tolerant.Unreadable:
                 self._spent += cost
-                reader.look_back(read)
+                reader.rewind(read)
                 return False
         self._spent += cost - calls.end
         self._output.confirm()
-        reader.go_back(calls.end)
+        reader.release_up_to(calls.end)
         self._call_end = 0
         self._is_after_call = True
         self._in_call = False
