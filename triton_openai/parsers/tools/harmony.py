@@ -80,7 +80,7 @@ class Harmony(CallGrammar):
 
     def _is_function(self, recipient: str) -> bool:
         """Return whether the client runs *recipient*."""
-        return recipient.startswith("functions.") or names.resolved(recipient, self.tools) is not None
+        return recipient.startswith("functions.") or names.resolve(recipient, self.tools) is not None
 
     def _header(self, marker: str) -> Step[str]:
         header = marker

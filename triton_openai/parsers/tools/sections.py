@@ -70,7 +70,7 @@ class KimiK2(SectionCalls):
         named, _, count = call_id.rpartition(":")
         name = (named if count.isdigit() else call_id).removeprefix("functions.")
         if name not in self.tools:
-            name = names.resolved(call_id, self.tools) or name
+            name = names.resolve(call_id, self.tools) or name
         yield from self._json_call(name, call_id)
         yield from self._close("<|tool_call_end|>")
 

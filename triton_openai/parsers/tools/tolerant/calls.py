@@ -208,7 +208,7 @@ class CallReader:
             raise Unreadable
         arguments, end = self._arguments(name, start)
         if name is None:
-            known = self._tools.by_arguments(arguments)
+            known = self._tools.tool_for_arguments(arguments)
             if known is None:
                 raise Unreadable
             name, arguments = known
