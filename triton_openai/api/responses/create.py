@@ -19,7 +19,7 @@ from triton_openai.api.responses import background
 from triton_openai.api.responses.compaction import (
     SUMMARIZE,
     after_compaction,
-    is_too_long,
+    exceeds_threshold,
     prepare_without_summary,
     summary_limit,
 )
@@ -209,7 +209,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
 
 
 async def _answer(context: RequestContext[Conversation], *, made: StoredResponse, request: ParsedRequest) -> Reply:
-    if request.body.stream and await is_too_long(context, request):
+    if request.body.stream and await exceeds_threshold(context, request):
         return await _stream_compacted(context, made, request)
 
     async def answer(prepared: PreparedChat) -> Reply:
@@ -311,7 +311,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             context.record.headers = record.headers
             events = _events(asked, made, request, prepared)
             first: PreparedChat | None = prepared
-            if request.is_too_long:
+            if request.exceeds_threshold:
                 # Its summary is made first.
                 first = None
             await background.start(asked, made, first, events, request, stack)
@@ -332,7 +332,7 @@ async def _prepare_for_later(
 
     Raises as :func:`prepare_chat`.
     """
-    if await is_too_long(context, request):
+    if await exceeds_threshold(context, request):
         return await prepare_without_summary(context, answer_id)
     return await prepare_fitting(context, request, answer_id)
 
