@@ -14,7 +14,7 @@ from triton_openai import errors
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.answer.run_group import collect
 from triton_openai.api.conversation import Conversation, PreparedChat
-from triton_openai.api.responses.context_window import answered, prepare_fitting
+from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
 from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.objects import ResponsesRequest
@@ -134,7 +134,7 @@ async def _make(
             (events.parser,) = prepared.parsers
             await collect(prepared.runs, timeout=context.limits.total, push=push)
 
-        await answered(context, request, made.response.id, generate, prepared=prepared)
+        await answer_within_context(context, request, made.response.id, generate, prepared=prepared)
         log.add(events.last(0))
 
     async def work() -> None:

@@ -23,7 +23,7 @@ from triton_openai.api.responses.compaction import (
     prepare_without_summary,
     summary_limit,
 )
-from triton_openai.api.responses.context_window import answered, prepare_fitting
+from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.items import InputResolver, input_items, too_long
@@ -222,7 +222,7 @@ async def _answer(context: RequestContext[Conversation], *, made: StoredResponse
         await events.ended(None)
         return whole(made.response)
 
-    return await answered(context, request, made.response.id, answer)
+    return await answer_within_context(context, request, made.response.id, answer)
 
 
 async def _stream_compacted(
