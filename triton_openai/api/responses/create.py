@@ -76,9 +76,10 @@ async def respond(service: Service, call: Call[ResponsesRequest], recent: Recent
         return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
 
 
-async def prepare(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
+async def prewarm(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
     """
-    Return the events of a response for which the model is not asked, as lines: the next one goes on from its input.
+    Return the events, as lines, of a response with ``generate: false``: the model is not asked, and the next response
+    goes on from its input. Raises :class:`ServiceError` for what is wrong with the request.
     """
     context = await begin(service, call, read_as_chat=True)
     made = _begun(context, recent)
