@@ -41,9 +41,9 @@ _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 2.0
 
 
-def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
+def admit(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
     """
-    Return the record of a response that is to be made in the background, beside that of the request for it.
+    Admit a response that is to be made in the background; return its record, beside that of the request for it.
 
     Raises :class:`InvalidValue` for one that is not stored, and :class:`ServiceOverloaded` for too many.
     """
@@ -59,7 +59,7 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
         else:
             whose = "Too many responses of this key"
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
-    # It may wait, but is not refused.
+    # Raises where no request is taken now. A model that is busy only makes the response wait.
     context.service.admission.has_room(context.model.triton_model)
     return msgspec.structs.replace(
         context.record,

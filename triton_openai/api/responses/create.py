@@ -297,7 +297,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
     The request is checked completely before. Raises :class:`ServiceError`.
     """
-    record = background.record_of(context, made)
+    record = background.admit(context, made)
     made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
