@@ -26,7 +26,7 @@ from triton_openai.api.responses.compaction import (
 from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.item_renderer import response_event
-from triton_openai.api.responses.items import InputResolver, input_items, too_long
+from triton_openai.api.responses.items import InputResolver, input_items, too_long_error
 from triton_openai.api.responses.objects import (
     CompactedResponse,
     CompactRequest,
@@ -191,7 +191,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
             try:
                 check_texts(request.conversation.json_texts(), inputs.check)
             except errors.InvalidRequest as error:
-                raise too_long(error.message, error.param) from error
+                raise too_long_error(error.message, error.param) from error
         return request
 
     cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(inputs.size)
