@@ -219,7 +219,7 @@ async def _answer(context: RequestContext[Conversation], *, made: StoredResponse
         events = _events(context, made, request, prepared)
         if request.body.stream:
             return await context.stream(prepared.runs, events)
-        await agents.render(events, prepared.runs[0], timeout=context.limits.total)
+        await agents.feed_renderer(events, prepared.runs[0], timeout=context.limits.total)
         await events.ended(None)
         return whole(made.response)
 
