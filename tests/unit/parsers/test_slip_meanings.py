@@ -393,3 +393,12 @@ def test_strings_beside_each_other() -> None:
     answer = make("pythonic")
     merged = read(answer, ['[bash(command="a" "b")]'])
     assert answer.cut or not merged.calls
+
+
+def test_long_values_in_quotes() -> None:
+    """JSON in quotes is converted at any length, Python's spelling up to one: its translation holds the event loop."""
+    for quote, count, kind in (('\\"', 20_000, list), ("'", 100, list), ("'", 20_000, str)):
+        value = "[" + ", ".join([f"{quote}a{quote}"] * count) + "]"
+        call = f'{{"name": "search", "arguments": {{"query": "x", "tags": "{value}"}}}}'
+        ((_, arguments),) = said(read(make("hermes"), [tagged(call)]))[2]
+        assert kind is type(arguments["tags"])
