@@ -104,7 +104,7 @@ async def count_tokens(context: RequestContext[Conversation]) -> int:
     return await tokenizer.count_async(prompt, model.adapter.metadata.adds_bos)
 
 
-async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None:
+async def feed_renderer(renderer: Renderer, run: Run, *, timeout: float | None) -> None:
     """Pass the whole answer of *run* to *renderer*, for its state and not for its events. Raises ServiceError."""
     (answer,) = await collect([run], timeout=timeout)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from functools import cache
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 _Result = TypeVar("_Result")
@@ -79,9 +79,13 @@ class Markers:
         return marker
 
 
-@cache
+@lru_cache(maxsize=1024)
 def markers(*texts: str) -> Markers:
-    """Return the set of these markers, compiled once: for sets that are put together from a class's attributes."""
+    """
+    Return the set of these markers, compiled once as long as it is in use: for sets that are put together.
+
+    Some have a parameter's name in them, of which there is no limit.
+    """
     return Markers(*texts)
 
 
@@ -170,8 +174,8 @@ class Reader:
     def _unread(self) -> int:
         return len(self._text) - self._at
 
-    def look_back(self, at: int) -> None:
-        """Go back to the place *at* in what was read since :meth:`keep`, and go on keeping."""
+    def rewind(self, at: int) -> None:
+        """Read again from the place *at* in what was read since :meth:`keep`, all of which stays remembered."""
         kept = self.kept()
         self._text = kept[at:] + self.rest()
         self._at = self._since = 0
@@ -183,8 +187,8 @@ class Reader:
         self._pieces = None
         return kept
 
-    def go_back(self, at: int) -> None:
-        """Go back to the place *at* in what was read since :meth:`keep`, and forget what is before it."""
+    def release_up_to(self, at: int) -> None:
+        """Drop what was read since :meth:`keep` up to the place *at*, and read again from there."""
         already = sum(map(len, self._pieces or ()))
         if self._since is not None and at >= already:
             self._at = self._since + at - already

@@ -87,7 +87,7 @@ def _lacking_placeholders(
     lacking: list[str] = []
     for mark, what in ((images, "an image"), (audio, "audio")):
         if mark is not None and mark in parts and mark.part is None:
-            lacking += mark.missing(texts, parts.count(mark), origin.content(), what)
+            lacking += mark.add_images(texts, parts.count(mark), origin.content(), what)
     return lacking
 
 

@@ -23,7 +23,7 @@ _SAMPLE = tuple({"role": role, "content": "text", "name": "name"} for role in (*
 
 class HistoryTemplate(PromptTemplate):
     """
-    A history template, compiled. Immutable; safe in threads.
+    A Liquid template of openai_trtllm, which renders a chat in place of a chat template. Immutable; safe in threads.
 
     Raises :class:`ConfigurationError` for invalid Liquid, for a template that fails on an ordinary chat, and if the
     package for Liquid is not installed.

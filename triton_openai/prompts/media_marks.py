@@ -21,11 +21,12 @@ class ImageMarks:
         self._placeholder = placeholder
         self._count = 0
 
-    def missing(self, texts: Sequence[str], images: int, param: str, what: str = "an image") -> list[str]:
+    def add_images(self, texts: Sequence[str], images: int, param: str, what: str = "an image") -> list[str]:
         """
-        Return the placeholders of a message's *images*, or *what* else they are, that its *texts* lack.
+        Number the next *images* of the request, those of one message; return the placeholders that its *texts* lack.
 
-        They go in front, as in vLLM's server. *param* is the path of the message's content in the request.
+        They go in front, as in vLLM's server. For errors, *what* is what the images are, and *param* the path of the
+        message's content.
 
         Raises :class:`InvalidRequest` if the texts have more placeholders than there are images.
         """

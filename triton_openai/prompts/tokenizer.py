@@ -193,7 +193,7 @@ class Tokenizer:
         return await offload.run(self.part, text, count, side, cost=cost, refusable=True)
 
     def joined(self, *texts: Sequence[int]) -> TokenPair:
-        """Return the ids of a text or of two with their special tokens."""
+        """Return one sequence of the ids of a text, or of a pair of texts, with their special tokens."""
         runs = [(ids if number is None else texts[number], type_id) for number, type_id, ids in self._runs[len(texts)]]
         return TokenPair([token for run, _ in runs for token in run], [kind for run, kind in runs for _ in run])
 

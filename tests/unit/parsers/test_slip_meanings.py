@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's markers are made of full-width bars
 """Slips of agents' models: wrapped calls, tags by tools' names, types; whole, in pieces, and cut at each place."""
 
 from __future__ import annotations
@@ -303,3 +304,101 @@ def test_a_code_block_of_an_answer_streams() -> None:
     assert parser.feed(json.dumps({"people": ["x"] * 200}))
     parser = make("hermes")
     assert parser.feed("```json\n" + json.dumps({"name": "Bonn", "people": ["x"] * 200}))
+
+
+def dsml(inside: str) -> str:
+    """Return a call of bash in DeepSeek's tags."""
+    call = f'<｜DSML｜invoke name="bash">\n{inside}\n'
+    return f"<｜DSML｜function_calls>\n{call}</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+
+
+_ENDS: Mapping[str, tuple[str, str, Calls]] = {
+    "the key's own name": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<parameter=command>\nls\n</command>\n</function>"),
+        LS,
+    ),
+    "the key in the end": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<parameter=command>\nls\n</parameter=command>\n</function>"),
+        LS,
+    ),
+    "the function in the end": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<parameter=command>\nls\n</parameter>\n</function=bash>"),
+        LS,
+    ),
+    "an element with the key's name, and no end": (
+        "qwen3_coder",
+        tagged("<function=bash>\n<parameter=command>\n<command>x</command>\n</function>"),
+        [("bash", {"command": "<command>x</command>"})],
+    ),
+    "plain tags in DeepSeek's": (
+        "deepseek_v32",
+        dsml('<｜DSML｜parameter name="command" string="true">ls</parameter>\n</invoke>').replace(
+            "</｜DSML｜invoke>\n", ""
+        ),
+        LS,
+    ),
+    "plain tags in a value of DeepSeek's": (
+        "deepseek_v32",
+        dsml('<｜DSML｜parameter name="command" string="true">a</parameter>b</invoke>c</｜DSML｜parameter>'),
+        [("bash", {"command": "a</parameter>b</invoke>c"})],
+    ),
+    "a number that DeepSeek calls a string": (
+        "deepseek_v32",
+        dsml(
+            '<｜DSML｜parameter name="command" string="true">ls</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="timeout" string="true">20</｜DSML｜parameter>'
+        ),
+        [("bash", {"command": "ls", "timeout": 20})],
+    ),
+    "a colon between GLM's tags": (
+        "glm45",
+        "<tool_call>bash<arg_key>command</arg_key>: <arg_value>ls</arg_value></tool_call>",
+        LS,
+    ),
+    "the name in a tag": ("hermes", tagged('<name>bash</name>\n<arguments>{"command": "ls"}</arguments>'), LS),
+    "the name in a tag, and parameters": (
+        "hermes",
+        tagged("<tool_name>bash</tool_name>\n<parameters>\n<command>ls</command>\n</parameters>"),
+        LS,
+    ),
+    "the name in a tag, and GLM's keys": (
+        "glm45",
+        tagged("<name>bash</name>\n<arg_key>command</arg_key>\n<arg_value>ls</arg_value>"),
+        LS,
+    ),
+    "a slash behind gpt-oss's namespace": (
+        "openai",
+        '<|channel|>commentary to=functions/bash<|message|>{"command": "ls"}<|call|>',
+        LS,
+    ),
+    "a key behind Llama's arguments": (
+        "llama3_json",
+        '{"name": "bash", "parameters": {"command": "ls"}, "why": "x"}',
+        LS,
+    ),
+}
+
+
+@every_case("case", _ENDS)
+def test_other_ends_and_names(case: str) -> None:
+    """Ends of values and calls in other tags, and names in tags of their own."""
+    check(*_ENDS[case])
+
+
+def test_strings_beside_each_other() -> None:
+    """Two strings beside each other are one in Python, and two quotes in a text elsewhere: neither is read."""
+    answer = make("pythonic")
+    merged = read(answer, ['[bash(command="a" "b")]'])
+    assert answer.cut or not merged.calls
+
+
+def test_long_values_in_quotes() -> None:
+    """JSON in quotes is converted at any length, Python's spelling up to one: its translation holds the event loop."""
+    for quote, count, kind in (('\\"', 20_000, list), ("'", 100, list), ("'", 20_000, str)):
+        value = "[" + ", ".join([f"{quote}a{quote}"] * count) + "]"
+        call = f'{{"name": "search", "arguments": {{"query": "x", "tags": "{value}"}}}}'
+        ((_, arguments),) = said(read(make("hermes"), [tagged(call)]))[2]
+        assert kind is type(arguments["tags"])

@@ -356,16 +356,16 @@ def test_a_reading_has_a_maximum_text(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_names(written: str, expected: str | None) -> None:
     """A name means the one tool that it names in another spelling; what is another word means none."""
-    assert expected == names.resolved(written, SLIP_TOOLS)
+    assert expected == names.resolve(written, SLIP_TOOLS)
 
 
 def test_names_of_two_tools() -> None:
     """A name that fits two tools means neither, unless it is the name of one."""
     tools: dict[str, Any] = {"get_user": {}, "getUser": {}, "a__run": {}, "b__run": {}, "exec": {}, "exec_5": {}}
-    assert names.resolved("GetUser", tools) is None
-    assert names.resolved("run", tools) is None
-    assert names.resolved("functions.exec5", tools) is None
-    assert "getUser" == names.resolved("getUser", tools)
+    assert names.resolve("GetUser", tools) is None
+    assert names.resolve("run", tools) is None
+    assert names.resolve("functions.exec5", tools) is None
+    assert "getUser" == names.resolve("getUser", tools)
 
 
 VALUES = st.recursive(

@@ -75,7 +75,7 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
     )
     if options.stream:
         return await context.stream(prepared.runs, events)
-    await agents.render(events, run, timeout=context.limits.total)
+    await agents.feed_renderer(events, run, timeout=context.limits.total)
     return whole(events.message)
 
 

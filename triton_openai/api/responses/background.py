@@ -14,7 +14,7 @@ from triton_openai import errors
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.answer.run_group import collect
 from triton_openai.api.conversation import Conversation, PreparedChat
-from triton_openai.api.responses.context_window import answered, prepare_fitting
+from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
 from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.objects import ResponsesRequest
@@ -41,9 +41,9 @@ _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 2.0
 
 
-def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
+def admit(context: RequestContext[ResponsesRequest], made: StoredResponse) -> RequestRecord:
     """
-    Return the record of a response that is to be made in the background, beside that of the request for it.
+    Admit a response that is to be made in the background; return its record, beside that of the request for it.
 
     Raises :class:`InvalidValue` for one that is not stored, and :class:`ServiceOverloaded` for too many.
     """
@@ -59,7 +59,7 @@ def record_of(context: RequestContext[ResponsesRequest], made: StoredResponse) -
         else:
             whose = "Too many responses of this key"
         raise errors.ServiceOverloaded(f"{whose} are being made in the background already.", retry_after=10)
-    # It may wait, but is not refused.
+    # Raises where no request is taken now. A model that is busy only makes the response wait.
     context.service.admission.has_room(context.model.triton_model)
     return msgspec.structs.replace(
         context.record,
@@ -134,7 +134,7 @@ async def _make(
             (events.parser,) = prepared.parsers
             await collect(prepared.runs, timeout=context.limits.total, push=push)
 
-        await answered(context, request, made.response.id, generate, prepared=prepared)
+        await answer_within_context(context, request, made.response.id, generate, prepared=prepared)
         log.add(events.last(0))
 
     async def work() -> None:

@@ -57,12 +57,12 @@ def after_compaction(items: Sequence[tuple[str, Item]]) -> Sequence[tuple[str, I
     return items
 
 
-async def is_too_long(context: RequestContext[Conversation], request: ParsedRequest) -> bool:
+async def exceeds_threshold(context: RequestContext[Conversation], request: ParsedRequest) -> bool:
     """Return whether the conversation of *request* has more tokens than its ``context_management`` allows."""
-    if request.is_too_long is None:
+    if request.exceeds_threshold is None:
         threshold = _threshold(context, request)
-        request.is_too_long = threshold is not None and await _count(context) > threshold
-    return request.is_too_long
+        request.exceeds_threshold = threshold is not None and await _count(context) > threshold
+    return request.exceeds_threshold
 
 
 async def compact_beyond_threshold(context: RequestContext[Conversation], request: ParsedRequest) -> None:
@@ -73,7 +73,7 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
     are kept in *request*, also for another attempt. If the model writes no summary, the conversation stays as it is,
     and the header of ignored options names ``context_management``. Raises :class:`ServiceError`.
     """
-    if request.summarized or not await is_too_long(context, request):
+    if request.summarized or not await exceeds_threshold(context, request):
         return
     conversation = context.body
     limit = summary_limit(context.model.settings.max_model_len)

@@ -71,7 +71,7 @@ async def _prepare_shortened(
     return await chats.prepare_chat(context, answer_id, fitting=True)
 
 
-async def answered(
+async def answer_within_context(
     context: RequestContext[Conversation],
     request: ParsedRequest,
     answer_id: str,

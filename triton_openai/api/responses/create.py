@@ -19,14 +19,14 @@ from triton_openai.api.responses import background
 from triton_openai.api.responses.compaction import (
     SUMMARIZE,
     after_compaction,
-    is_too_long,
+    exceeds_threshold,
     prepare_without_summary,
     summary_limit,
 )
-from triton_openai.api.responses.context_window import answered, prepare_fitting
+from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
 from triton_openai.api.responses.conversations import claimed
 from triton_openai.api.responses.item_renderer import response_event
-from triton_openai.api.responses.items import InputResolver, input_items, too_long
+from triton_openai.api.responses.items import InputResolver, input_items, too_long_error
 from triton_openai.api.responses.objects import (
     CompactedResponse,
     CompactRequest,
@@ -76,9 +76,10 @@ async def respond(service: Service, call: Call[ResponsesRequest], recent: Recent
         return await asked.admitted(partial(_answer, made=made, request=request), param=_MESSAGES)
 
 
-async def prepare(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
+async def prewarm(service: Service, call: Call[ResponsesRequest], recent: RecentLane) -> bytes:
     """
-    Return the events of a response for which the model is not asked, as lines: the next one goes on from its input.
+    Return the events, as lines, of a response with ``generate: false``: the model is not asked, and the next response
+    goes on from its input. Raises :class:`ServiceError` for what is wrong with the request.
     """
     context = await begin(service, call, read_as_chat=True)
     made = _begun(context, recent)
@@ -190,7 +191,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
             try:
                 check_texts(request.conversation.json_texts(), inputs.check)
             except errors.InvalidRequest as error:
-                raise too_long(error.message, error.param) from error
+                raise too_long_error(error.message, error.param) from error
         return request
 
     cost = offload.rendering_cost(items, body.tools or ()) + offload.json_cost(inputs.size)
@@ -209,7 +210,7 @@ async def _read(context: RequestContext[ResponsesRequest], made: StoredResponse)
 
 
 async def _answer(context: RequestContext[Conversation], *, made: StoredResponse, request: ParsedRequest) -> Reply:
-    if request.body.stream and await is_too_long(context, request):
+    if request.body.stream and await exceeds_threshold(context, request):
         return await _stream_compacted(context, made, request)
 
     async def answer(prepared: PreparedChat) -> Reply:
@@ -218,11 +219,11 @@ async def _answer(context: RequestContext[Conversation], *, made: StoredResponse
         events = _events(context, made, request, prepared)
         if request.body.stream:
             return await context.stream(prepared.runs, events)
-        await agents.render(events, prepared.runs[0], timeout=context.limits.total)
+        await agents.feed_renderer(events, prepared.runs[0], timeout=context.limits.total)
         await events.ended(None)
         return whole(made.response)
 
-    return await answered(context, request, made.response.id, answer)
+    return await answer_within_context(context, request, made.response.id, answer)
 
 
 async def _stream_compacted(
@@ -296,7 +297,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
 
     The request is checked completely before. Raises :class:`ServiceError`.
     """
-    record = background.record_of(context, made)
+    record = background.admit(context, made)
     made.state.beginning[made.owner] += 1
     try:
         async with AsyncExitStack() as stack:
@@ -311,7 +312,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             context.record.headers = record.headers
             events = _events(asked, made, request, prepared)
             first: PreparedChat | None = prepared
-            if request.is_too_long:
+            if request.exceeds_threshold:
                 # Its summary is made first.
                 first = None
             await background.start(asked, made, first, events, request, stack)
@@ -332,7 +333,7 @@ async def _prepare_for_later(
 
     Raises as :func:`prepare_chat`.
     """
-    if await is_too_long(context, request):
+    if await exceeds_threshold(context, request):
         return await prepare_without_summary(context, answer_id)
     return await prepare_fitting(context, request, answer_id)
 

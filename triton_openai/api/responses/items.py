@@ -259,13 +259,13 @@ class InputResolver:
         self._count += count
         self.size += size
         if self._count > MAX_MESSAGES:
-            raise too_long(f"There are more than {MAX_MESSAGES} items.", param)
+            raise too_long_error(f"There are more than {MAX_MESSAGES} items.", param)
         self._check_size(self.size, param)
 
     def _check_size(self, size: int, param: str) -> None:
         max_size = self._settings.server.max_body_size
         if size > max_size:
-            raise too_long(f"There are more than {max_size} bytes (server.max_body_size).", param)
+            raise too_long_error(f"There are more than {max_size} bytes (server.max_body_size).", param)
 
     def _decoded(self, items: Sequence[bytes], param: str) -> Sequence[Item]:
         """Check *items* as a body, and read them."""
@@ -289,7 +289,7 @@ class InputResolver:
             # Each came in a body whose nesting was checked.
             few = check.check(joined(items), nested=True) and size <= limits.max_text_size
         except InvalidRequest as error:
-            raise too_long(error.message, param) from error
+            raise too_long_error(error.message, param) from error
         if few:
             self._max_values = check.max_values
             return None
@@ -297,7 +297,7 @@ class InputResolver:
         return check
 
 
-def too_long(reason: str, param: str | None) -> ContextLengthExceeded:
+def too_long_error(reason: str, param: str | None) -> ContextLengthExceeded:
     """Return the error for a request that loads too much because of *param*."""
     return ContextLengthExceeded(
         f"The input, with what it goes on from and refers to, is larger than a request may be. {reason}", param=param

@@ -361,7 +361,7 @@ class ParsedRequest(msgspec.Struct):
     #: The items that it goes on from.
     before: Sequence[Item] = ()
     #: Whether the conversation is compacted; ``None`` until its tokens are counted.
-    is_too_long: bool | None = None
+    exceeds_threshold: bool | None = None
     #: The summary that the answer goes on from, if the conversation was compacted for it.
     compaction: OutputCompaction | None = None
     #: How the model made that summary.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from triton_openai.parsers.reader import Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.thinking_meter import ThinkingMeter
+from triton_openai.parsers.tools import names
 from triton_openai.parsers.tools.tool_parser import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -79,7 +80,7 @@ class Harmony(CallGrammar):
 
     def _is_function(self, recipient: str) -> bool:
         """Return whether the client runs *recipient*."""
-        return recipient.startswith("functions.") or recipient in self.tools
+        return recipient.startswith("functions.") or names.resolve(recipient, self.tools) is not None
 
     def _header(self, marker: str) -> Step[str]:
         header = marker

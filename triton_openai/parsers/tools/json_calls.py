@@ -101,7 +101,7 @@ class JsonCalls(ListedCalls):
                     whole("".join(early))
             elif key in _ARGUMENTS and not started and not early:
                 yield from self._arguments(begin, whole)
-            elif self._is_bare and key not in _ENVELOPE:
+            elif self._is_bare and not started and key not in _ENVELOPE:
                 raise Malformed
             else:
                 others.append(key)

@@ -32,7 +32,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _MAX_RESOLVED = 256
 
 
-def resolved(written: str, tools: Mapping[str, Any]) -> str | None:
+def resolve(written: str, tools: Mapping[str, Any]) -> str | None:
     """Return the name of the one of *tools* that the name *written* means; nothing if it is none, or one of several."""
     if written in tools:
         return written
@@ -52,7 +52,7 @@ def is_opaque(written: str) -> bool:
     return _OPAQUE.fullmatch(written) is not None
 
 
-def by_arguments(
+def tool_for_arguments(
     arguments: Mapping[str, Any], tools: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, Mapping[str, Any]] | None:
     """Return the name of the one of *tools* that takes *arguments*, and the arguments; nothing if several do."""
@@ -60,7 +60,7 @@ def by_arguments(
         written = arguments.get(key)
         name = None
         if isinstance(written, str):
-            name = resolved(written, tools)
+            name = resolve(written, tools)
         if name is None or Parameters(tools[name]).has(key):
             continue
         rest = {other: value for other, value in arguments.items() if other != key}

@@ -22,6 +22,10 @@ _MAX_DEPTH = 8
 _MAX_LOOKS = 200
 
 
+#: The characters of a value in Python's spelling that is translated: the event loop waits for it, 40 ms at most.
+_MAX_LITERAL = 16_384
+
+
 class Parameters:
     """
     The parameters of one tool, or of one object in them.
@@ -126,6 +130,8 @@ def _structure(text: str) -> str | None:
         return text
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         pass
+    if len(text) > _MAX_LITERAL:
+        return None
     return to_json(text)
 
 

@@ -16,6 +16,8 @@ _ATTRIBUTE_NAME = re.compile(r"[a-z]*")
 _ATTRIBUTE = re.compile(r'[^"<>\n]*')
 _TAG_NAME = re.compile(r"[^<>/\s]*")
 _MAX_NAME = 1_000
+#: The ends of parameters and calls that models write in place of those of a format like them.
+_OTHER_ENDS = ("</parameter>", "</invoke>")
 
 
 class SectionCalls(MarkedCalls):
@@ -68,7 +70,7 @@ class KimiK2(SectionCalls):
         named, _, count = call_id.rpartition(":")
         name = (named if count.isdigit() else call_id).removeprefix("functions.")
         if name not in self.tools:
-            name = names.resolved(call_id, self.tools) or name
+            name = names.resolve(call_id, self.tools) or name
         yield from self._json_call(name, call_id)
         yield from self._close("<|tool_call_end|>")
 
@@ -186,7 +188,8 @@ class Invokes(SectionCalls, TaggedCalls):
         if self.trims_lines:
             closings.insert(0, f"\n{self.parameter[1]}")
             yield from self._reader.optional("\n")
-        doubts = [text for tag in (self.call_end, *self.closings) for text in (f"\n{tag}", tag)]
+        ends = dict.fromkeys((self.call_end, *self.closings, *_OTHER_ENDS))
+        doubts = [text for tag in ends if tag != self.parameter[1] for text in (f"\n{tag}", tag)]
         is_text = attributes.get(self.text_attribute[0]) == self.text_attribute[1]
         yield from self._value(key, markers(*closings), doubts, is_text=is_text)
 

@@ -60,15 +60,17 @@ class TaggedCalls(MarkedCalls):
         """
         Read a parameter's value up to the first of *ends*, and return that.
 
-        *is_text* says that the value is a string; otherwise the schema says it. One of *doubts* in it shows that its
-        end tag is missing, or that it is a text about calls. Raises :class:`Malformed` for that.
+        *is_text* says that the value is a string, where the schema has one; otherwise the schema says it. One of
+        *doubts* in it shows that its end tag is missing, or that it is a text about calls. Raises :class:`Malformed`
+        for that.
         """
         prefix = f"{self._separator}{quote(key)}: "
         output = self._output
         self._separator = ", "
         if self._called in self.tools:
             ends = markers(*ends.texts, *doubts)
-        if is_text or self._parameters.is_text(key):
+        types = self._parameters.types(key)
+        if (is_text and (not types or "string" in types)) or self._parameters.is_text(key):
             output.arguments(prefix + '"')
             end = yield from self._marker(ends, lambda piece: output.arguments(escape(piece)))
             output.ending('"')
@@ -187,7 +189,9 @@ class FunctionTags(TaggedCalls):
         yield from self._reader.literal(">")
         self._begin_parameter(key)
         yield from self._reader.optional("\n")
-        end = yield from self._value(key, _QWEN_VALUE_ENDS, self.doubts)
+        # The model at times closes another tag.
+        doubts = (*self.doubts, "\n</parameter=", "</parameter=", "\n</function=", f"\n</{key}>")
+        end = yield from self._value(key, _QWEN_VALUE_ENDS, doubts)
         if end.endswith("</parameter>"):
             return (yield from self._next_part())
         return end.lstrip()

@@ -212,7 +212,7 @@ class CallGrammar(Grammar, ToolParser):
             text = reader.kept()
             if len(text) > _MAX_TOLERANT:
                 self._spent += cost
-                reader.look_back(read)
+                reader.rewind(read)
                 return False
             cost += len(text)
             try:
@@ -221,11 +221,11 @@ class CallGrammar(Grammar, ToolParser):
                 size = 2 * len(text)
             except tolerant.Unreadable:
                 self._spent += cost
-                reader.look_back(read)
+                reader.rewind(read)
                 return False
         self._spent += cost - calls.end
         self._output.confirm()
-        reader.go_back(calls.end)
+        reader.release_up_to(calls.end)
         self._call_end = 0
         self._is_after_call = True
         self._in_call = False
@@ -305,7 +305,7 @@ class CallGrammar(Grammar, ToolParser):
         self._is_after_call = False
         self._named = None
         self._written = name
-        self._called = names.resolved(name, self.tools) or name
+        self._called = names.resolve(name, self.tools) or name
         is_opaque = bool(self.tools) and self._called not in self.tools and names.is_opaque(name)
         self._is_opaque = is_opaque
         self._types = None
@@ -333,7 +333,7 @@ class CallGrammar(Grammar, ToolParser):
     def _name_by_arguments(self) -> None:
         """Give the call whose name is a mere id the name of the only tool that takes its arguments."""
         try:
-            known = names.by_arguments(json_text.OBJECT.decode(self._output.waiting()), self.tools)
+            known = names.tool_for_arguments(json_text.OBJECT.decode(self._output.waiting()), self.tools)
         except (msgspec.MsgspecError, RecursionError):
             known = None
         if known is not None:
@@ -439,7 +439,7 @@ class MarkedCalls(CallGrammar):
     def _bare_name(self, before: str) -> Step[None]:
         """Read calls that begin with a name, or what is no name of a tool; the text *before* it was read."""
         word = yield from self._reader.collect(_WORD, MAX_NAME)
-        is_known = names.resolved(word.removeprefix("call:"), self.tools) is not None
+        is_known = names.resolve(word.removeprefix("call:"), self.tools) is not None
         if is_known and (yield from self._reader.peek()) in ("(", "{", "<", "["):
             yield from self._attempt(self._another_form(), before + word)
         else:

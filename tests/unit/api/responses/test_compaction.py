@@ -211,7 +211,7 @@ async def test_a_summary_for_the_background_is_admitted(faces: Faces, monkeypatc
 
 async def test_the_summary_is_charged_after_another_attempt(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend finds the prompt too long, and answers a shorter one: the summary stays among what was answered."""
-    render = agents.render
+    render = agents.feed_renderer
     records: list[RequestRecord] = []
 
     async def refusing_once(*args: Any, **options: Any) -> None:
@@ -222,7 +222,7 @@ async def test_the_summary_is_charged_after_another_attempt(faces: Faces, monkey
     async def shorten(context: RequestContext[Any], *_: Any) -> None:
         records.append(context.record)
 
-    monkeypatch.setattr(agents, "render", refusing_once)
+    monkeypatch.setattr(agents, "feed_renderer", refusing_once)
     monkeypatch.setattr(context_window, "_shorten", shorten)
     _, response = await ask(faces, history(500), context_management=EDITS, truncation="auto")
     (record,) = records

@@ -26,6 +26,10 @@ _BEFORE_ARGUMENTS = re.compile(
     r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|<tool_sep(?::\w{1,32})?>|```(?:json)?|<\|channel\|>\w{0,64}+"
     r"|<\|constrain\|>\w{0,64}+|<\|message\|>|:(?=\s{0,64}+\{))*+"
 )
+#: The name of a call in a tag of its own, and the tag that opens its arguments.
+_NAME_IN_TAGS = re.compile(
+    r"<(name|tool_name|function_name)>\s{0,64}+([^\s<>]{1,256}+)\s{0,64}+</\1>(?:\s{0,64}+<(?:arguments|parameters)>)?"
+)
 #: A tag with the name of a tool, or of something else.
 _NAME_TAG = re.compile(r"<([\w.:-]{1,256}+)\s{0,64}+>")
 _CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
@@ -160,6 +164,9 @@ class CallReader:
         tag = CALL_TAG.match(text, at)
         if tag is not None:
             return self._named_call(tag[1], tag.end(), in_tag=True)
+        tag = _NAME_IN_TAGS.match(text, at)
+        if tag is not None:
+            return self._named_call(tag[2], tag.end(), in_tag=True)
         tag = _NAME_TAG.match(text, at)
         if tag is not None and self._tools.has(tag[1]):
             call, end = self._named_call(tag[1], tag.end(), in_tag=True)
@@ -201,7 +208,7 @@ class CallReader:
             raise Unreadable
         arguments, end = self._arguments(name, start)
         if name is None:
-            known = self._tools.by_arguments(arguments)
+            known = self._tools.tool_for_arguments(arguments)
             if known is None:
                 raise Unreadable
             name, arguments = known

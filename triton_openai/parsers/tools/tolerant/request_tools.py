@@ -42,7 +42,7 @@ class RequestTools:
         if written in self._tools:
             return written
         self._budget.take(len(written) + _NAME_STEPS * len(self._tools))
-        return names.resolved(written, self._tools)
+        return names.resolve(written, self._tools)
 
     def named_in(self, members: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return the key of the first of a call's *members* that names a tool, and the tool's name."""
@@ -58,10 +58,10 @@ class RequestTools:
         """Return whether *key* and *value* in an object name something that is no tool."""
         return key in _NAME_KEYS and isinstance(value, str) and self.resolve(value) is None
 
-    def by_arguments(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    def tool_for_arguments(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """Return the name of the only tool that takes *arguments*, and the arguments."""
         self._budget.take(_SCHEMA_STEPS * len(self._tools))
-        return names.by_arguments(arguments, self._tools)
+        return names.tool_for_arguments(arguments, self._tools)
 
     def takes(self, name: str, arguments: Mapping[str, Any]) -> bool:
         """Return whether the tool *name* takes *arguments*."""

@@ -42,7 +42,9 @@ def any_of(texts: Sequence[str]) -> str:
 
 OPENING = re.compile(any_of((*OPENINGS, *_MORE_OPENINGS)))
 CALL_TAG = re.compile(rf"<{NAMESPACE}(?:function|invoke|tool){NAME_ATTRIBUTE}\s{{0,64}}(?:/?>|(?=\n))")
-CLOSING = re.compile(rf"{any_of(CLOSING_TAGS)}|</{NAMESPACE}(?:function|invoke|tool)>|```")
+CLOSING = re.compile(
+    rf"{any_of(CLOSING_TAGS)}|</{NAMESPACE}(?:function(?:=[^<>\n]{{1,256}}+)?|invoke|tool)>|</(?:arguments|parameters)>|```"
+)
 _NAME_END = re.compile(r"</([\w.:-]{1,256}+)>")
 #: White space, and comments of some length.
 _SPACE = re.compile(r"(?:\s++|//[^\n]{0,200}+\n|/\*(?:[^*]|\*(?!/)){0,200}+\*/)*+")

@@ -122,7 +122,8 @@ class StringReader:
         seen = any_of(sorted(level.seen))
         if re.search(rf"{quote}(?:{seen}){quote}\s{{0,64}}+:", text):
             raise Unreadable
-        if level.is_keywords and re.search(rf"(?<!\\){quote}\s{{0,64}}+[,)]", text):
+        if level.is_keywords and re.search(rf"(?<!\\){quote}(?:\s{{0,64}}+[,)]|\s{{1,64}}+{quote})", text):
+            # Two strings beside each other are one in Python.
             raise Unreadable
         outside = _outside_of_brackets(text)
         if _members(quote).search(outside):

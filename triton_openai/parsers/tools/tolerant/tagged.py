@@ -28,16 +28,23 @@ _PARAMETER_TAG = rf"{NAMESPACE}(?:parameter|param|argument|arg)"
 _PARAMETER = re.compile(
     rf"""<{_PARAMETER_TAG}{NAME_ATTRIBUTE}(?:\s{{1,64}}+string=["']?(true|false)["']?)?\s{{0,64}}+>"""
 )
-_PARAMETER_END = re.compile(rf"</{_PARAMETER_TAG}>")
+#: Some models repeat the key in it.
+_PARAMETER_END = re.compile(rf"</{_PARAMETER_TAG}(?:=[^<>\n]{{1,256}}+)?>")
 #: Between the tags are a key and white space.
 _KEY_TAGS = re.compile(
     r"(<arg_key>)?\s{0,64}+([^\s<>][^<>\n]{0,199}+)\s{0,64}+"
-    r"(?:(?P<end></arg_key>)\s{0,64}+(?P<value><arg_value>)?|(?P<only><arg_value>))"
+    r"(?:(?P<end></arg_key>)\s{0,64}+[:=]?\s{0,64}+(?P<value><arg_value>)?|(?P<only><arg_value>))"
 )
 _VALUE_END = re.compile(r"</arg_value>")
 #: What ends a value without an end tag.
 _NEXT_TAG = re.compile(rf"\n?(?:{_PARAMETER.pattern}|<arg_key>|{CLOSING.pattern})")
 _OPENS = re.compile(rf"{_PARAMETER.pattern}|<arg_key>|{OPENING.pattern}|{CALL_TAG.pattern}")
+
+
+@lru_cache(maxsize=64)
+def _parameter_end(key: str) -> re.Pattern[str]:
+    """Return a pattern for the end tag of the parameter *key*, or one with its name."""
+    return re.compile(rf"{_PARAMETER_END.pattern}|</{re.escape(key)}>")
 
 
 @lru_cache(maxsize=64)
@@ -109,7 +116,7 @@ class TagReader:
             return _Tag(
                 match[1],
                 match.end(),
-                _PARAMETER_END,
+                _parameter_end(match[1]),
                 trims_lines=match[2] is None,
                 is_text=match[2] == "true",
                 form=text[at : match.start(1)],
@@ -152,8 +159,19 @@ class TagReader:
                 raise Unreadable
             at = match.end()
             scanner.require(at)
-            if self._continues(at, tag):
+            if self._ends(match, tag) and self._continues(at, tag):
                 return scanner.text[tag.start : match.start()], at
+
+    def _ends(self, match: re.Match[str], tag: _Tag) -> bool:
+        """Return whether *match* may be the end of *tag*; that of the key's own name is not if the value opens it."""
+        if match[0] != f"</{tag.key}>":
+            return True
+        opening = self._scanner.text.find(f"<{tag.key}", tag.start, match.start())
+        if opening >= 0:
+            self._scanner.budget.take(1 + opening - tag.start)
+            return False
+        self._scanner.budget.take(1 + match.start() - tag.start)
+        return True
 
     def _end_of_unclosed(self, at: int, stop: int, *, is_last: bool) -> int | None:
         """
