@@ -122,7 +122,7 @@ def shared(server: EmbeddedTriton) -> Iterator[None]:
         if server in _SHARED:
             _SHARED.remove(server)
         # Also a start that took too long leaves a process behind.
-        server.stop(timeout=1.0)
+        server.stop(timeout=0.1)
 
 
 _SHARED: list[EmbeddedTriton] = []
