@@ -122,7 +122,7 @@ def shared(server: EmbeddedTriton) -> Iterator[None]:
         if server in _SHARED:
             _SHARED.remove(server)
         # Also a start that took too long leaves a process behind.
-        server.stop(timeout=1.0)
+        server.stop(timeout=0.1)
 
 
 _SHARED: list[EmbeddedTriton] = []
@@ -141,11 +141,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Run a test, and once more if a shared Triton failed by itself meanwhile: then the second result counts.
 
     Triton 2.51 now and then ends when calls are cancelled, which says nothing about us, and on a machine that stands
-    still it takes its models for dead. After a test that has run out of time, it is started again in any case.
+    still it takes its models for dead, and may end while it starts them again. It is started again after that, and
+    after a test that has run out of time.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if ended := _start_again(item, reports) or _unhealthy(reports):
+    if ended := _start_again(item, reports):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         again = _start_again(item, reports)
         for report in reports:
@@ -161,7 +162,7 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     """Start shared Tritons again that have ended or hang; return what they say of it. Only a failed test shows that."""
     said = []
     failed = [report.longreprtext for report in reports if report.failed]
-    late = any(_LATE in text for text in failed)
+    late = any(_LATE in text for text in failed) or _took_for_dead(reports)
     for server in _SHARED:
         # A Triton that hangs may answer to other requests.
         hangs = late and server.poll() is None
@@ -182,11 +183,10 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     return "".join(said)
 
 
-def _unhealthy(reports: list[pytest.TestReport]) -> str:
-    """Return what a shared Triton said of a model that it took for dead, if a test has failed of it."""
+def _took_for_dead(reports: list[pytest.TestReport]) -> bool:
+    """Return whether a test has failed because a Triton took a model for dead."""
     texts = [report.longreprtext + "".join(text for _, text in report.sections) for report in reports if report.failed]
-    found = _SHARED and _UNHEALTHY.search("".join(texts))
-    return f"{found[0]}\n" if found else ""
+    return _UNHEALTHY.search("".join(texts)) is not None
 
 
 def _answers(url: str) -> bool:

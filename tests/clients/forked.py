@@ -24,8 +24,6 @@ from triton_openai.telemetry.streams import drain
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["triton_openai.cli.serve", __name__])
-# How late its event loop is says how busy the machine is, and such a service refuses requests.
-admission._MAX_LOOP_LAG = math.inf
 # Recordings of tests are tones, which are no speech to Silero's network.
 voice_activity.silero_available = lambda: False
 
@@ -90,6 +88,8 @@ def _run(
     with stdout, log.open("w") as stderr:
         os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
+    # How late its event loop is says how busy the machine is, and such a service refuses requests.
+    admission._MAX_LOOP_LAG = math.inf
     if first is not None:
         first()
     # The arguments of the process: a service that owns its process also logs what native libraries print.

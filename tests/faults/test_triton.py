@@ -79,7 +79,7 @@ def test_restarted(own: Own, both: dict[str, Watched], tmp_path: Path) -> None:
     """
     for service in both.values():
         assert_works(service)
-    own.server.stop(timeout=1.0)
+    own.server.stop(timeout=0.1)
     with contextlib.ExitStack() as opened:
         started: list[Service] = []
         for transport in TRANSPORTS:

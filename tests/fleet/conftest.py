@@ -69,7 +69,7 @@ def tritons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, One]
             first = found["a"].server if found else None
             listen = (f"127.0.0.{number}", port_of(first.http_url), port_of(first.grpc_url)) if first else None
             server = embedded(repository, model_control_mode="explicit", load_models=MODELS, listen=listen)
-            opened.callback(server.stop, timeout=1.0)
+            opened.callback(server.stop, timeout=0.1)
             found[name] = One(name, server, repository, Record(record))
             if first is None:
                 # The others have its ports, so it is the one to find out which are free.

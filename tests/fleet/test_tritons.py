@@ -320,7 +320,7 @@ async def test_all_tritons_are_replaced_under_load(three: dict[str, One], tmp_pa
             await until(lambda name=name: name not in members)
             await until(lambda member=member: not member.leases)
             # It would take three seconds to unload its models.
-            await asyncio.to_thread(one.server.stop, timeout=1.0)
+            await asyncio.to_thread(one.server.stop, timeout=0.1)
             await asyncio.to_thread(one.server.start)
             write_endpoints(file, *endpoints.values())
             await until(lambda name=name: name in members and "vllm_model" in members[name].targets)
@@ -456,4 +456,4 @@ async def test_a_request_goes_to_the_variant_that_takes_it(three: dict[str, One]
     finally:
         config.write_text(before)
         # The next test has it started with its files as they were.
-        await asyncio.to_thread(three["c"].server.stop, timeout=1.0)
+        await asyncio.to_thread(three["c"].server.stop, timeout=0.1)

@@ -68,7 +68,7 @@ def started(server: EmbeddedTriton) -> Iterator[EmbeddedTriton]:
         server.start()
         yield server
     finally:
-        server.stop(timeout=1.0)
+        server.stop(timeout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(repository: Path) -> Iterator[EmbeddedTriton]:
     server = EmbeddedTriton(model_repository=repository, environment=os.environ)
     yield server
-    server.stop(timeout=1.0)
+    server.stop(timeout=0.1)
 
 
 def test_a_server_starts_ready_and_stops(server):
@@ -155,7 +155,7 @@ def test_a_port_lost_to_someone_else_is_replaced(repository, monkeypatch):
         try:
             assert is_ready(server)
         finally:
-            server.stop(timeout=1.0)
+            server.stop(timeout=0.1)
 
 
 def test_a_broken_model_is_reported_with_the_log(tmp_path):

@@ -283,7 +283,7 @@ def test_an_older_release_declares_less_and_says_more(tmp_path):
         answer = one(ask_vllm(server.grpc_url, {"foo": 1}, model="vllm_model_r24_12", text_input="Hi"))
         assert answer.error == "Error generating stream: Unexpected keyword argument 'foo'"
     finally:
-        server.stop(timeout=1.0)
+        server.stop(timeout=0.1)
 
 
 def embedding(url, request, **inputs):

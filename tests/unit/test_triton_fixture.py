@@ -107,8 +107,8 @@ def test_tests_are_run_once_more(tmp_path: Path) -> None:
     """
     If Triton ends by itself, the second result of a test counts; a third run there is not.
 
-    The same if Triton hangs, or takes a model for dead: it starts that again by itself. A test that fails while Triton
-    runs, or that has killed its own, is not run again.
+    The same if Triton hangs, or takes a model for dead. A test that fails while Triton runs, or that has killed its
+    own, is not run again.
     """
     printed = _printed(tmp_path, _TESTS)
 

@@ -56,7 +56,7 @@ class Record:
     def wait_for(
         self,
         condition: Callable[[list[Event]], bool] | None = None,
-        timeout: float = 30.0,
+        timeout: float = 120.0,
         *,
         id: str | None = None,
         model: str | None = None,
