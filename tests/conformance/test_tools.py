@@ -403,7 +403,11 @@ async def by_messages(
     proxy: Any, choice: Any, prompt: str, limit: int, stream: bool, calls: list[tuple[str, str]]
 ) -> tuple[Any, bool]:
     """Return *calls* if the message has those, and whether it ends at the limit."""
-    tools = [{"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in (WEATHER, TIME)]
+    functions: list[Any] = [tool["function"] for tool in (WEATHER, TIME)]
+    tools = [
+        {"name": function["name"], "input_schema": function.get("parameters", {"type": "object"})}
+        for function in functions
+    ]
     chosen = {"type": "any"} if isinstance(choice, str) else {"type": "tool", **choice["function"]}
     messages = [{"role": "user", "content": prompt}]
     body = {"model": "vllm_model", "max_tokens": limit, "messages": messages, "tools": tools, "tool_choice": chosen}

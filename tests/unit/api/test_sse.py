@@ -394,7 +394,7 @@ async def test_a_client_that_reads_after_the_time_limit(
         await clock.elapse(150, steps=3)
         await head_of(reader)
         body = b"".join([chunk async for chunk in chunks_of(reader)])
-        assert b"" == await asyncio.wait_for(reader.read(), 20)
+        assert b"" == await asyncio.wait_for(reader.read(), 120)
         writer.transport.abort()
 
     assert 1 == body.count(b"data: 0" + text.encode() + b"\n\n")
@@ -451,7 +451,7 @@ async def test_events_of_a_store_for_a_client_that_reads_slowly() -> None:
         await turns(20)
         async for chunk in chunks_of(reader):
             assert chunk.startswith(b"data: x")
-        assert b"" == await asyncio.wait_for(reader.read(), 20)
+        assert b"" == await asyncio.wait_for(reader.read(), 120)
     # Whatever it raised would become another answer on this connection.
     assert (["no"], True) == ([error.message for error in served.stopped], served.sent)
 
