@@ -270,9 +270,8 @@ async def _run(
         await left(session, batch, "validating")
         before = await _figures(other, addresses)
         if live:
-            beside = asyncio.create_task(_live(session, rate, 0.7 * lines * seconds / total))
-            # Without the start, in which the number of lines grows.
-            waits = await beside
+            # Nearly as long as the batch would run if its lines used all that is free: there are lines until the end.
+            waits = await _live(session, rate, 0.9 * lines * seconds / ((1 - live) * total))
             after = await _figures(other, addresses)
             async with session.post(f"/v1/batches/{batch}/cancel") as response:
                 response.raise_for_status()
