@@ -18,7 +18,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from tests.cases import every_case
-from tests.clock import Clock
+from tests.clock import Clock, turns
 from tests.store_fixture import Server
 from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesSettings, Settings, TritonSettings
@@ -616,6 +616,8 @@ async def test_a_batch_store_that_hangs(
         server.freeze()
     try:
         waiting = asyncio.create_task(batches.batches.add(batch_of("batch_2"), max_open=9, max_total=10**9))
+        # Its time begins with its first turn.
+        await turns()
         await clock.elapse(4.0)
         assert not waiting.done()
         await clock.elapse(2.0)
