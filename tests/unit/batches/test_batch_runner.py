@@ -1232,11 +1232,11 @@ class Life(RuleBasedStateMachine):
     async def _create(self, lines: int, hours: float) -> None:
         number = len(self._made)
         names = [f"{number}-{line}" for line in range(lines)]
+        # Each third line is refused. Lines may run before the call that makes their batch returns.
+        self.process.host.refused.update(names[::3])
         batch = await self.process.batch(names, name=f"batch_{number}", hours=hours)
         self._made.append(batch)
         self._names[batch.id] = names
-        # Each third line is refused.
-        self.process.host.refused.update(names[::3])
 
     @precondition(lambda self: len(self._made) < 4)
     @rule(lines=st.integers(1, 12), hours=st.sampled_from([1, 24]))
