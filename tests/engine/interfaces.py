@@ -48,11 +48,7 @@ def tables() -> Mapping[str, Any]:
 def missing(package: Path) -> Iterator[str]:
     """Yield what the model needs and the release in the folder *package* does not have."""
     used = tables()
-    for module, names in used["USED"].items():
-        tree = _module(package, module)
-        for name in names:
-            if tree is None or name not in _names(tree):
-                yield f"{module} has no {name}"
+    yield from _lacking(package, used["USED"])
     engine = _module(package, "vllm.v1.engine.async_llm")
     for method, (first, others) in used["METHODS"].items():
         arguments = _arguments(engine, "AsyncLLM", method)
@@ -64,13 +60,18 @@ def missing(package: Path) -> Iterator[str]:
             yield from [f"AsyncLLM.{method} has no {name}" for name in others if name not in arguments]
 
 
-def slower(package: Path) -> Iterator[str]:
-    """Yield what saves time and the release in the folder *package* does not have."""
-    for module, names in tables()["SAVING"].items():
+def _lacking(package: Path, table: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield which names of *table*, by module, the release in the folder *package* does not have."""
+    for module, names in table.items():
         tree = _module(package, module)
         for name in names:
             if tree is None or name not in _names(tree):
                 yield f"{module} has no {name}"
+
+
+def slower(package: Path) -> Iterator[str]:
+    """Yield what saves time and the release in the folder *package* does not have."""
+    yield from _lacking(package, tables()["SAVING"])
     arguments = _arguments(_module(package, "vllm.v1.engine.output_processor"), "OutputProcessor", "process_outputs")
     if arguments is None or arguments[2:3] != ["iteration_stats"]:
         yield "OutputProcessor.process_outputs has other arguments"
@@ -79,11 +80,7 @@ def slower(package: Path) -> Iterator[str]:
 def without_speech(package: Path) -> Iterator[str]:
     """Yield why the model has no transcriptions, or not all, with the release in the folder *package*."""
     used = tables()
-    for module, names in used["SPEECH"].items():
-        tree = _module(package, module)
-        for name in names:
-            if tree is None or name not in _names(tree):
-                yield f"{module} has no {name}"
+    yield from _lacking(package, used["SPEECH"])
     interface = _module(package, "vllm.model_executor.models.interfaces")
     for method, expected in used["SPEECH_METHODS"].items():
         if tuple(_arguments(interface, _INTERFACE, method) or ()) != tuple(expected):
