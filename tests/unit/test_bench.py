@@ -291,6 +291,9 @@ def test_the_path_of_a_token_and_of_a_request_stays_short():
     assert list(MOST) == [row.what for row in rows]
     for row in rows:
         counts = {name: getattr(row, name) for name in MOST[row.what]}
+        if sys.version_info >= (3, 14):
+            # It takes more blocks of its own, and not always as many.
+            counts.pop("blocks", None)
         over = {name: count for name, count in counts.items() if count > MOST[row.what][name]}
         assert not over, f"{row.what}: {over}; our functions: {row.functions}"
         # What is counted is there.

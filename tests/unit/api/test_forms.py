@@ -17,6 +17,7 @@ from msgspec import Meta
 from tests.clock import Clock, turns
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
+from tests.zstd import zstd_module
 from triton_openai import app
 from triton_openai.api import media_limits, routes
 from triton_openai.api.bodies import FileField, FormRequest, whole
@@ -183,7 +184,7 @@ async def test_compressed_forms(coding: str, monkeypatch: pytest.MonkeyPatch) ->
     if coding == "deflate":
         pack = zlib.compress
     if coding == "zstd":
-        pack = pytest.importorskip("backports.zstd").compress
+        pack = zstd_module().compress
     typed = {"Content-Type": "multipart/form-data; boundary=x", "Content-Encoding": coding}
     # As a client of slow lines sends it, and with much more in each piece than in a slice.
     forms = [raw(MODEL, FILE), raw(MODEL, FILE + b"f" * (LARGEST // 2))]
