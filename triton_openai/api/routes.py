@@ -454,7 +454,7 @@ def _kept(
 
 
 OPERATIONS = (
-    Operation(stored_chats.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
+    Operation(chat.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, jobs=(Generation,), label="chat"),
     _kept(stored_chats.list_all, "GET /chat/completions", "list_chat_completions", answer=response_types.ItemList,
           query=_CHATS),
