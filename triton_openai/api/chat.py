@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.run_group import Collected, collect
+from triton_openai.answer.run_group import Collected, collect, rendering_cost
 from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, new_id, now, report_ignored
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
@@ -30,10 +30,8 @@ from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     chat_logprobs,
-    cost_of,
     drop_prompt_logprobs,
     prompt_logprobs,
-    rendering_cost,
 )
 from triton_openai.api.parameters import Verbosity, accepting, completing, refusing
 from triton_openai.api.service import RequestContext, Service, begin
@@ -267,7 +265,7 @@ async def answer(context: RequestContext[Conversation], answer_id: str, keep: Ke
     else:
         cost = rendering_cost(answers, offload.CHARACTER)
     if options.prompt_logprobs is not None:
-        cost += cost_of(len(runs[0].prompt_logprobs), options.prompt_logprobs)
+        cost += offload.logprobs_cost(len(runs[0].prompt_logprobs), options.prompt_logprobs)
     # Nothing is awaited for most answers.
     whole = partial(_completion, context, prepared, choices)
     if cost <= offload.INLINE:
