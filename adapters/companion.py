@@ -40,7 +40,7 @@ from triton_openai.adapters._common.companion_answers import (
     token_logprob,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
+from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES, guide_fields
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
@@ -58,7 +58,6 @@ from triton_openai.generation import (
     Beams,
     EngineLoad,
     Generation,
-    Guide,
     Sampling,
     TokenLogprob,
 )
@@ -486,7 +485,7 @@ class Companion(Adapter):
             del sampling["top_p"]
             sampling["top_k"] = 1
         if generation.guide is not None:
-            sampling["structured_outputs"] = _guide_fields(generation.guide)
+            sampling["structured_outputs"] = guide_fields(generation.guide)
         return sampling
 
     def decoder(self, generation: Generation) -> Decoder:
@@ -526,12 +525,3 @@ def _activation(activate: bool) -> dict[str, Any]:
     if activate:
         return {}
     return {"use_activation": False}
-
-
-def _guide_fields(guide: Guide) -> dict[str, Any]:
-    value: Any = guide.value
-    if guide.kind == "json":
-        value = True
-    elif guide.kind in ("json_schema", "choice"):
-        value = msgspec.Raw(guide.value.encode())
-    return {GUIDE_FIELDS[guide.kind]: value}
