@@ -142,11 +142,6 @@ class Output:
         if waiting:
             self._add(self._arguments, waiting)
 
-    @property
-    def waits_for_end(self) -> bool:
-        """Whether the latest call waits for its end."""
-        return self._waits_for_end
-
     def replace_waiting(self, text: str, *, name: str | None = None) -> None:
         """Let *text* wait for what waits of the arguments, and *name* for the name."""
         self._waits = True
