@@ -122,7 +122,7 @@ async def _rows(call: Call[Any], items: Sequence[Item]) -> Sequence[Row]:
     return await offload.run(rows, cost=offload.json_cost(call.record.body_size or 0))
 
 
-def check_kept(service: Service, key: ApiKey) -> None:
+def check_store(service: Service, key: ApiKey) -> None:
     """Raise :class:`UnsupportedParameter` if the service stores no responses."""
     service.responses.store()
 
