@@ -126,11 +126,11 @@ async def test_lines_that_are_given_back_wait_for_any_process(tmp_path: Path) ->
     async with process(tmp_path) as one:
         batch = await _with_surplus(one)
         running = one.runner._batches[batch.id]
-        numbers = [line.number for line in running.claimed()]
+        numbers = [line.number for line in running.idle_lines()]
         lines = one.files.store.lines
         await lines.mark_running(running.part, numbers)
         await lines.give_back(running.part, numbers)
-        assert [] == await lines.claimed(running.part)
+        assert [] == await lines.unfinished_in(running.part)
         one.host.busy = False
         running.drop(numbers)
         assert 200 == (await one.ended(batch)).succeeded

@@ -72,7 +72,7 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
 
 
 @asynccontextmanager
-async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
+async def lock_conversation(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
     """Lock a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
     store = made.state.store()
     owner = made.owner

@@ -24,7 +24,7 @@ from triton_openai.api.responses.compaction import (
     summary_limit,
 )
 from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
-from triton_openai.api.responses.conversations import claimed
+from triton_openai.api.responses.conversations import lock_conversation
 from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.items import InputResolver, input_items, too_long_error
 from triton_openai.api.responses.objects import (
@@ -143,7 +143,7 @@ async def _conversation(
     response = made.response
     async with AsyncExitStack() as stack:
         if response.conversation is not None:
-            await stack.enter_async_context(claimed(made, response.conversation["id"]))
+            await stack.enter_async_context(lock_conversation(made, response.conversation["id"]))
         request = await _read(context, made)
         conversation = request.conversation
         context.record.parameters = conversation.options
