@@ -117,7 +117,7 @@ class Output:
         if text:
             self._add(self._arguments, text)
 
-    def ending(self, text: str) -> None:
+    def arguments_to_confirm(self, text: str) -> None:
         """Add *text* to the arguments of the latest call once something confirms it."""
         self._waits = True
         self._waiting.append(text)

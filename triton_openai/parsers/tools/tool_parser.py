@@ -353,7 +353,7 @@ class CallGrammar(Grammar, ToolParser):
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
-        yield from json_text.value(self._reader, self._output.arguments, self._output.ending, self._types)
+        yield from json_text.value(self._reader, self._output.arguments, self._output.arguments_to_confirm, self._types)
         self._end_call()
 
     def _name(self) -> Step[str]:
