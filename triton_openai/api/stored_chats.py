@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import converted, report_ignored, whole
+from triton_openai.api.bodies import converted, json_reply, report_ignored
 from triton_openai.api.paging import page_query, unknown_id_error
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
@@ -153,13 +153,13 @@ async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a chat completion that was stored."""
     key, _ = await _entry(service, call)
     await service.responses.store().delete(key)
-    return whole(Deleted(id=key, object="chat.completion.deleted"))
+    return json_reply(Deleted(id=key, object="chat.completion.deleted"))
 
 
 async def list_messages(service: Service, call: Call[None]) -> Reply:
     """List the messages that a stored chat completion answers."""
     key, _ = await _entry(service, call)
-    return whole(await page_of(service, call, key, "messages", "asc"))
+    return json_reply(await page_of(service, call, key, "messages", "asc"))
 
 
 async def list_all(service: Service, call: Call[None]) -> Reply:
@@ -190,4 +190,4 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
     sizes = await store.sizes(owner, [RowKey(key, key) for key in heads])
     count = fitting((sizes.get(RowKey(key, key), 0) for key in heads), service.settings.limits.max_text_size)
     shown = dict(islice(heads.items(), min(count, limit)))
-    return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))
+    return json_reply(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))

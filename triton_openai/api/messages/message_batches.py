@@ -14,7 +14,7 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
-from triton_openai.api.bodies import new_id, whole
+from triton_openai.api.bodies import json_reply, new_id
 from triton_openai.api.lines import check_model
 from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
 from triton_openai.api.messages.message_events import add_request_id
@@ -105,7 +105,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
         with suppress(errors.ServiceError):
             await asyncio.shield(_undo(files, batch))
         raise
-    return whole(_batch_object(batch))
+    return json_reply(_batch_object(batch))
 
 
 async def _undo(files: Files, batch: Batch) -> None:
@@ -147,12 +147,12 @@ async def _batch(service: Service, call: Call[None]) -> Batch:
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a batch of messages as it is now."""
-    return whole(_batch_object(await _batch(service, call)))
+    return json_reply(_batch_object(await _batch(service, call)))
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a batch of messages. Requests that run may end, others do not start."""
-    return whole(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
+    return json_reply(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
 
 
 async def delete(service: Service, call: Call[None]) -> Reply:
@@ -166,7 +166,7 @@ async def delete(service: Service, call: Call[None]) -> Reply:
         await files.delete(file)
     # Last: if anything of it fails, the client can try again.
     await files.store.batches.delete(batch.id)
-    return whole(DeletedMessageBatch(id=batch.id))
+    return json_reply(DeletedMessageBatch(id=batch.id))
 
 
 async def results(service: Service, call: Call[None]) -> Reply:
