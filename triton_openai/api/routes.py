@@ -36,7 +36,12 @@ from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField,
 from triton_openai.api.chat_tools import ToolDefinition
 from triton_openai.api.messages import operations as messages
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
+from triton_openai.api.messages.message_events import (
+    OVERLOADED,
+    AnthropicEnvelope,
+    anthropic_error_type,
+    anthropic_status,
+)
 from triton_openai.api.realtime import session as realtime
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
@@ -155,7 +160,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             form = ""
         for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
             if operation.anthropic:
-                status = status_of(kind)
+                status = anthropic_status(kind)
             else:
                 status = kind.status
             raised.setdefault((form, status), {})[kind] = None
@@ -301,7 +306,7 @@ def _failure(
     """Return the answer with *status*, whose body is of *schema*; *kinds* are the errors that have it."""
     lines = ["Overloaded." if status == OVERLOADED else f"{HTTPStatus(status).phrase}."]
     lines += [
-        f"- `{type_of(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
+        f"- `{anthropic_error_type(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
         for kind in kinds
     ]
     headers: dict[str, Any] = {**_ALWAYS}

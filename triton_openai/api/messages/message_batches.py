@@ -1,4 +1,4 @@
-"""``/v1/messages/batches``: Anthropic's Message Batches, on the engine of OpenAI's."""
+"""``/v1/messages/batches``: Anthropic's Message Batches, which the runner of OpenAI's batches runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton_openai import errors, offload
 from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
 from triton_openai.api.bodies import json_reply, new_id
 from triton_openai.api.lines import check_model
-from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
+from triton_openai.api.messages.batch_body import BatchedMessage, parse_batch
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.paging import Page, fetch_page, message_page_query
 from triton_openai.api.service import Service
@@ -77,7 +77,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
     opened = proofs_of(service, call, _PATH, batch_id)
     data = call.body
     call.record.body_size = len(data)
-    read = partial(read_batch, data, service.settings.limits, max_requests=service.settings.batches.max_requests)
+    read = partial(parse_batch, data, service.settings.limits, max_requests=service.settings.batches.max_requests)
     body = await offload.run(read, cost=_SPLIT * len(data))
     for model in body.models:
         await check_model(service, _PATH, await service.find_model(model, call.key))
