@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
-from triton_openai.adapters._common.tensor_mapping import IDS, MASK, SEGMENTS, Kind
+from triton_openai.adapters._common.tensor_mapping import TEXT, Kind, text_or_id_inputs
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
@@ -21,7 +21,6 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 
 _Value = TypeVar("_Value", str, float)
 
-_TEXT = "text"
 _LOGITS = "logits"
 _PROBABILITIES = "probabilities"
 # Names of outputs, in lower case.
@@ -32,21 +31,11 @@ _NAMES: Mapping[str, str] = {
 }
 # What the settings can name beside each of these. An output is either of the two.
 _BESIDE: Mapping[str, Mapping[str, Kind]] = {
-    _TEXT: {_TEXT: "text"},
-    IDS: {IDS: "integer", MASK: "integer", SEGMENTS: "integer"},
     _LOGITS: {_LOGITS: "number", _PROBABILITIES: "number"},
     _PROBABILITIES: {_PROBABILITIES: "number"},
 }
 # More classes than any model has.
 _ALL_CLASSES = 1 << 20
-
-
-def _inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Return the inputs by their uses; empty if the model requires other inputs."""
-    text = tensors.text_input(config)
-    if text is None:
-        return tensors.id_inputs(config)
-    return {_TEXT: text}
 
 
 def _output(config: ModelConfig) -> TensorSpec | None:
@@ -82,18 +71,13 @@ class Classifier(tensors.DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        inputs = _inputs(config)
+        inputs = text_or_id_inputs(config, mapping)
         output = _output(config)
         if output is None:
             use = None
         else:
             use = _NAMES.get(output.name.lower())
         if mapping is not None:
-            if IDS in mapping.inputs:
-                first = IDS
-            else:
-                first = _TEXT
-            inputs = tensors.named_tensors(config, mapping, "inputs", _BESIDE[first], required=first)
             if _PROBABILITIES in mapping.outputs:
                 use = _PROBABILITIES
             else:
@@ -108,7 +92,7 @@ class Classifier(tensors.DescribedAdapter):
         self._output = output
         self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
         labels = _has_labels(config, self.repository, output)
-        ids = _TEXT not in inputs
+        ids = TEXT not in inputs
         # Without batching, Triton numbers the classes of all rows in sequence.
         self._single = not config.batching and (labels or len(output.dims) == 1)
         self.capabilities = Capabilities(logits=use == _LOGITS, labels=labels, tokens=ids)
@@ -116,7 +100,7 @@ class Classifier(tensors.DescribedAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models that take one text, or its token ids, and return numbers for classes."""
-        inputs = _inputs(config)
+        inputs = text_or_id_inputs(config)
         output = _output(config)
         texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES"]
         if not inputs or output is None or any("label" not in name.lower() for name in texts):
@@ -124,10 +108,10 @@ class Classifier(tensors.DescribedAdapter):
         kind = _NAMES.get(output.name.lower(), "classes")
         width = output.dims[-1]
         labels = output.label_filename
-        if _TEXT not in inputs and kind == _LOGITS and width == 1 and not labels:
+        if TEXT not in inputs and kind == _LOGITS and width == 1 and not labels:
             # Cross-encoders look like this.
             return None
-        if _TEXT in inputs:
+        if TEXT in inputs:
             what = "one required BYTES input"
         else:
             what = "token ids"
@@ -172,7 +156,7 @@ class Classifier(tensors.DescribedAdapter):
     def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:
         constant = tensors.constant_tensors(self.config, self._constants, len(part))
         if not self.capabilities.tokens:
-            return [tensors.text_tensor(self.config, self._inputs[_TEXT], part), *constant]
+            return [tensors.text_tensor(self.config, self._inputs[TEXT], part), *constant]
         return [*tensors.id_tensors(self.config, self._inputs, [TokenPair(ids, ()) for ids in part], pad_id), *constant]
 
     def decode(self, job: ClassificationJob, responses: Sequence[InferResponse], /) -> ClassificationResult:

@@ -27,10 +27,20 @@ from triton_openai.adapters._common.base import (
     check_range,
     with_engine_arguments,
 )
+from triton_openai.adapters._common.companion_answers import (
+    FLOAT,
+    MAX_VECTOR_BYTES,
+    DeliveryDecoder,
+    Fault,
+    Spoken,
+    Vector,
+    check_tokens,
+    raw_numbers,
+    rows_of,
+    token_logprob,
+)
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters._common.deliveries import DeliveryDecoder, token_logprob
-from triton_openai.adapters._common.vectors import FLOAT, MAX_VECTOR_BYTES, Vector, check_tokens, raw_numbers, rows_of
-from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES
+from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES, guide_fields
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
@@ -48,7 +58,6 @@ from triton_openai.generation import (
     Beams,
     EngineLoad,
     Generation,
-    Guide,
     Sampling,
     TokenLogprob,
 )
@@ -105,25 +114,6 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 
 
-class _Fault(msgspec.Struct):
-    """Why a job was not done."""
-
-    kind: str = "engine"
-    message: str = ""
-    param: str | None = None
-
-
-class _Spoken(msgspec.Struct):
-    """The answer to a transcription: token ids, or a text."""
-
-    ids: list[int] = []
-    text: str = ""
-    complete: bool = True
-    logprob: float = 0.0
-    prompt: int | None = None
-    error: Any = msgspec.field(name="e", default=None)
-
-
 # A cross-encoder is a classifier with one class.
 _JOBS: Mapping[str, Sequence[JobType]] = {
     "embed": (EmbeddingJob,),
@@ -133,34 +123,27 @@ _JOBS: Mapping[str, Sequence[JobType]] = {
     "transcribe": (TranscriptionJob, TranslationJob),
     "transcribe_text": (TranscriptionJob, TranslationJob),
 }
-#: How Whisper takes speech: 30 seconds at once. It has room for 448 tokens, the prompt and its text before included.
-_START = "<|startoftranscript|>"
-_WHISPER = Recognition(
+# How every model takes speech: 30 seconds at once. One that does not take a language refuses it.
+_SPEECH = Recognition(
     max_seconds=30.0,
     languages=tuple(LANGUAGES),
     prompt=True,
     temperature=True,
-    segments=True,
     invents=True,
-    token_ids=True,
 )
+# The token by which the tokenizer of a Whisper is recognized.
+_START = "<|startoftranscript|>"
+# It has room for 448 tokens, the prompt and its text before included.
+_WHISPER = msgspec.structs.replace(_SPEECH, segments=True, token_ids=True)
 # The most tokens for 30 seconds of speech. A model that repeats itself would go on to the end of its context.
 _MAX_SPOKEN = 1024
 # The most characters of a prompt for speech. The model tokenizes it in the loop that serves all of its streams.
 _MAX_SPOKEN_PROMPT = 16_384
-#: How other models take speech. The model refuses a language that it does not take.
-_HEARING = Recognition(
-    max_seconds=30.0,
-    languages=tuple(LANGUAGES),
-    prompt=True,
-    temperature=True,
-    invents=True,
-    max_tokens=_MAX_SPOKEN,
-)
+_OTHER_RECOGNIZER = msgspec.structs.replace(_SPEECH, max_tokens=_MAX_SPOKEN)
 _arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(Vector)
 _load = msgspec.json.Decoder(EngineLoad)
-_spoken = msgspec.json.Decoder(_Spoken)
+_spoken = msgspec.json.Decoder(Spoken)
 
 
 class Companion(Adapter):
@@ -182,7 +165,7 @@ class Companion(Adapter):
             self.capabilities = Capabilities(tokens=True, tokenizer_has=(_START,), recognition=_WHISPER)
             return
         if "transcribe_text" in runners:
-            recognition = _HEARING
+            recognition = _OTHER_RECOGNIZER
         if runners == ["transcribe_text"]:
             self.capabilities = Capabilities(recognition=recognition)
             return
@@ -284,7 +267,7 @@ class Companion(Adapter):
         # Imported here: other models need no NumPy.
         import numpy as np
 
-        file = wav_file(np.frombuffer(job.samples, "<f4"), _WHISPER.sample_rate)
+        file = wav_file(np.frombuffer(job.samples, "<f4"), _SPEECH.sample_rate)
         sampling: dict[str, Any] = {"temperature": job.temperature or 0.0}
         body: dict[str, Any] = {
             "v": 1,
@@ -426,7 +409,7 @@ class Companion(Adapter):
     def _fault(self, fault: Any) -> ServiceError:
         """Return the error for a job that the model refuses, or fails to do, as for a generation over a carrier."""
         try:
-            said = msgspec.convert(fault, _Fault)
+            said = msgspec.convert(fault, Fault)
         except msgspec.ValidationError as error:
             return InvalidAnswer("its error cannot be read", model=self.config.name, detail=str(error))
         if said.kind == "engine":
@@ -502,7 +485,7 @@ class Companion(Adapter):
             del sampling["top_p"]
             sampling["top_k"] = 1
         if generation.guide is not None:
-            sampling["structured_outputs"] = _guide_fields(generation.guide)
+            sampling["structured_outputs"] = guide_fields(generation.guide)
         return sampling
 
     def decoder(self, generation: Generation) -> Decoder:
@@ -542,12 +525,3 @@ def _activation(activate: bool) -> dict[str, Any]:
     if activate:
         return {}
     return {"use_activation": False}
-
-
-def _guide_fields(guide: Guide) -> dict[str, Any]:
-    value: Any = guide.value
-    if guide.kind == "json":
-        value = True
-    elif guide.kind in ("json_schema", "choice"):
-        value = msgspec.Raw(guide.value.encode())
-    return {GUIDE_FIELDS[guide.kind]: value}

@@ -15,7 +15,7 @@ from typing import Any
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters._common.tensor_mapping import IDS, MASK, SEGMENTS, Kind
+from triton_openai.adapters._common.tensor_mapping import IDS, TEXT, Kind, text_or_id_inputs
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import TensorMapping
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult, Pooling, TokenPair
@@ -30,13 +30,8 @@ _PREFERRED = (
 
 # The vectors of an encoder's tokens.
 _HIDDEN = ("last_hidden_state", "token_embeddings", "hidden_states")
-_TEXT = "text"
 _EMBEDDING = "embedding"
-# What the settings can name beside each of these.
-_INPUTS: Mapping[str, Mapping[str, Kind]] = {
-    _TEXT: {_TEXT: "text"},
-    IDS: {IDS: "integer", MASK: "integer", SEGMENTS: "integer"},
-}
+# What the settings can name.
 _OUTPUTS: Mapping[str, Kind] = {_EMBEDDING: "number", "hidden": "number"}
 _TYPES = {"FP32": "<f4", "FP16": "<f2", "FP64": "<f8"}
 
@@ -86,16 +81,12 @@ class Embeddings(tensors.DescribedAdapter):
 
     def _bind(self, mapping: TensorMapping | None) -> None:
         config = self.config
-        inputs = _inputs(config)
-        if _TEXT in inputs:
+        inputs = text_or_id_inputs(config, mapping)
+        if TEXT in inputs:
             output = _vector_output(config)
         else:
             output = _encoder_output(config)
         if mapping is not None:
-            first = _TEXT
-            if IDS in mapping.inputs:
-                first = IDS
-            inputs = tensors.named_tensors(config, mapping, "inputs", _INPUTS[first], required=first)
             required = _EMBEDDING
             if "hidden" in mapping.outputs:
                 required = "hidden"
@@ -114,16 +105,16 @@ class Embeddings(tensors.DescribedAdapter):
         self._batch = 1
         if config.batching or len(output.dims) >= 2:
             self._batch = config.batch_size(spec)
-        self.capabilities = Capabilities(tokens=_TEXT not in inputs)
+        self.capabilities = Capabilities(tokens=TEXT not in inputs)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models of one text or of token ids, with a floating output of a vector per text, or per token."""
-        inputs = _inputs(config)
+        inputs = text_or_id_inputs(config)
         if "text_output" in config.outputs or not inputs:
             return None
         names = ", ".join(spec.name for spec in inputs.values())
-        if _TEXT in inputs:
+        if TEXT in inputs:
             vector = _vector_output(config)
             if vector is None:
                 return None
@@ -160,7 +151,7 @@ class Embeddings(tensors.DescribedAdapter):
                 pairs = [TokenPair(row, [0] * len(row)) for row in part]
                 inputs = [*tensors.id_tensors(self.config, self._inputs, pairs, job.pad_id), *constant]
             else:
-                inputs = [tensors.text_tensor(self.config, self._inputs[_TEXT], part), *constant]
+                inputs = [tensors.text_tensor(self.config, self._inputs[TEXT], part), *constant]
             requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
         return requests
 
@@ -181,14 +172,6 @@ class Embeddings(tensors.DescribedAdapter):
         else:
             vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
         return EmbeddingResult(vectors=checked_vectors(vectors, len(job.inputs), self.config.name))
-
-
-def _inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Return the inputs by their uses; empty if the model requires other inputs."""
-    text = tensors.text_input(config)
-    if text is None:
-        return tensors.id_inputs(config)
-    return {_TEXT: text}
 
 
 def _pooled(response: InferResponse, name: str, lengths: Sequence[int], pooling: Pooling) -> Sequence[bytes]:

@@ -266,7 +266,7 @@ class Vllm(Adapter):
         guide = generation.guide
         if guide is not None and self._guide_key is not None:
             # The value is JSON text inside the JSON: an object there fails the request.
-            sampling[self._guide_key] = msgspec.json.encode(_guide_fields(guide)).decode()
+            sampling[self._guide_key] = msgspec.json.encode(guide_fields(guide)).decode()
         if generation.lora is not None:
             sampling["lora_name"] = generation.lora.name
         return sampling
@@ -379,7 +379,8 @@ def _guide_key(config: ModelConfig) -> str | None:
     return None
 
 
-def _guide_fields(guide: Guide) -> dict[str, Any]:
+def guide_fields(guide: Guide) -> dict[str, Any]:
+    """Return *guide* as fields of vLLM's guided decoding or structured outputs."""
     value: Any = guide.value
     if guide.kind == "json":
         value = True

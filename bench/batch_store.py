@@ -43,7 +43,7 @@ async def _make(url: str, lines: int) -> float:
         id=_BATCH, owner="me", kind="openai", endpoint="/x", input=_BATCH, created=now, window="24h", expires=now + 9e5
     )  # fmt: skip
     await store.batches.add(batch, max_open=9, max_total=10**9)
-    leased = await store.leases.claim("bench", _LEASE)
+    leased = await store.leases.claim("bench", _LEASE, now=now)
     assert leased is not None
     began = time.perf_counter()
     for first in range(1, lines + 1, _INSERTED):

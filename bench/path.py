@@ -68,6 +68,7 @@ _EACH_SECOND = {
     "triton_openai.batches.batch_runner:BatchRunner.run",
     "triton_openai.batches.batch_runner:BatchRunner._sweep",
     "triton_openai.batches.batch_runner:BatchRunner._watch",
+    "triton_openai.batches.notifications:Notifications._check",
     "triton_openai.serving.connections:_date",
     "triton_openai.telemetry.logging:_second",
     "triton_openai.triton.discovery:Discovery.run",
@@ -356,9 +357,9 @@ async def _take(
     return rows
 
 
-def _cost(row: PathRow) -> tuple[int, int, int]:
-    """Return by what rows are compared: the number of calls comes last because it varies on a busy machine."""
-    return row.threads, row.tasks, row.calls
+def _cost(row: PathRow) -> tuple[int, int, int, int]:
+    """Return by what rows are compared: the numbers of calls come last because they vary on a busy machine."""
+    return row.threads, row.tasks, row.calls, row.library
 
 
 def measure_path(url: str | None = None, subject: str = "") -> list[PathRow]:

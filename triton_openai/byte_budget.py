@@ -42,10 +42,6 @@ class ByteBudget:
         """
         return Reservation(self, owner, max_total, max_wait)
 
-    def reserved_by(self, owner: str) -> int:
-        """Return the bytes that *owner* has reserved."""
-        return self._by_owner[owner]
-
     async def take(self, reservation: Reservation, size: int, *, finishing: bool) -> None:
         """Add *size* bytes to *reservation* when they fit. Raises :class:`ServiceOverloaded`."""
         waiter = _Waiter(reservation, size, finishing, new=reservation.size == 0)

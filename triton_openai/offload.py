@@ -150,6 +150,11 @@ def json_cost(size: int) -> float:
     return min(BYTE * size, LONG)
 
 
+def logprobs_cost(count: int, alternatives: int | None) -> float:
+    """Return about how many microseconds *count* log probabilities take, with so many *alternatives* each."""
+    return ITEM * count * (1 + (alternatives or 0))
+
+
 @cache
 def json_decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
     """

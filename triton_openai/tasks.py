@@ -15,6 +15,8 @@ _log = structlog.get_logger(__name__)
 _Result = TypeVar("_Result")
 # Into how many steps the wait for another program is divided.
 _STEPS = 10
+# How long work in the background may take when the service ends.
+_LAST_SECONDS = 2.0
 
 
 def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
@@ -118,10 +120,10 @@ class Background:
         """Run *work* for at most *timeout* seconds without waiting for it. A :class:`ServiceError` is logged."""
         spawn(self._guarded(work, timeout), self._tasks)
 
-    async def close(self, timeout: float = 2.0) -> None:
-        """Wait up to *timeout* seconds for the tasks, then cancel them."""
+    async def close(self) -> None:
+        """Wait a moment for the tasks, then cancel them."""
         if self._tasks:
-            _, pending = await asyncio.wait(self._tasks, timeout=timeout)
+            _, pending = await asyncio.wait(self._tasks, timeout=_LAST_SECONDS)
             await cancel(*pending)
 
     @staticmethod

@@ -21,6 +21,8 @@ _INTEGERS = ("INT64", "INT32")
 IDS = "input_ids"
 MASK = "attention_mask"
 SEGMENTS = "token_type_ids"
+#: The input of a model that takes texts.
+TEXT = "text"
 
 
 class DescribedAdapter(Adapter):
@@ -52,7 +54,24 @@ class DescribedAdapter(Adapter):
         )
 
 
-def text_input(config: ModelConfig) -> TensorSpec | None:
+def text_or_id_inputs(config: ModelConfig, mapping: TensorMapping | None = None) -> Mapping[str, TensorSpec]:
+    """
+    Return the inputs by their uses: :data:`TEXT`, or those of :func:`id_inputs`; empty if the model requires others.
+
+    *mapping* describes them where the config does not show them. Raises :class:`ConfigurationError`.
+    """
+    if mapping is None:
+        text = _text_input(config)
+        if text is not None:
+            return {TEXT: text}
+        return id_inputs(config)
+    if IDS in mapping.inputs:
+        kinds: Mapping[str, Kind] = {IDS: "integer", MASK: "integer", SEGMENTS: "integer"}
+        return named_tensors(config, mapping, "inputs", kinds, required=IDS)
+    return named_tensors(config, mapping, "inputs", {TEXT: "text"}, required=TEXT)
+
+
+def _text_input(config: ModelConfig) -> TensorSpec | None:
     """Return the only required input if it is a BYTES input with one text in each row."""
     if len(config.required) != 1 or config.required[0].datatype != "BYTES":
         return None

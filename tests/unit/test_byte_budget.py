@@ -48,12 +48,12 @@ async def test_an_owner_leaves_as_much_as_it_takes() -> None:
     assert ["a0", "a1", "a2", "a3"] == order
     second = await begin(budget, [(f"b{number}", 5) for number in range(8)], order)
     assert ["b0", "b1", "b2", "b3"] == order[4:]
-    assert (40, 20) == (budget.reserved_by("a"), budget.reserved_by("b"))
+    assert 40 + 20 == budget.reserved
     for holder in (*first, *second):
         holder.end.set()
     await asyncio.gather(*(holder.task for holder in (*first, *second)))
     assert 16 == len(order)
-    assert 0 == budget.reserved == budget.reserved_by("a")
+    assert 0 == budget.reserved
 
 
 async def test_without_an_owner_there_is_nobody_to_share_with() -> None:

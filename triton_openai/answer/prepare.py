@@ -252,7 +252,7 @@ async def _id_fields(model: ServedModel, tokenizer: Tokenizer, prompt: Prompt, s
         if truncation is not None and truncation.keeps_special:
             prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.metadata.adds_bos)
         elif truncation is not None:
-            prompt = await tokenizer.part_async(prompt, truncation.tokens, truncation.side)
+            prompt = await tokenizer.cut_roughly_async(prompt, truncation.tokens, truncation.side)
         ids = await tokenizer.encode_async(prompt, model.adapter.metadata.adds_bos)
         if truncation is not None and len(ids) > truncation.tokens:
             ids = list(cut_ids(ids, truncation))

@@ -11,6 +11,7 @@ from time import monotonic
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.answer.run import Push, Run
 from triton_openai.errors import UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
@@ -143,6 +144,18 @@ class Collected(msgspec.Struct):
     def token_ids(self) -> Sequence[int]:
         """The ids of its tokens, if the backend sends them."""
         return list(chain.from_iterable([delta.token_ids for delta in self.deltas]))
+
+
+def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
+    """Return about how many microseconds it takes to render *answers*, with so many for each character."""
+    alternatives = None
+    if answers:
+        alternatives = answers[0].run.generation.sampling.logprobs
+    deltas = [delta for answer in answers for delta in answer.deltas]
+    cost = per_character * sum([len(delta.text) for delta in deltas])
+    if alternatives is not None:
+        cost += offload.logprobs_cost(sum([len(delta.logprobs) for delta in deltas]), alternatives)
+    return cost
 
 
 async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | None = None) -> list[Collected]:

@@ -25,10 +25,7 @@ class TokenNames:
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
-        if skip_special_tokens:
-            self._skipped = pieces.special_ids
-        else:
-            self._skipped = frozenset[int]()
+        self._skipped = pieces.skipped_ids(skip_special_tokens)
 
     def feed(self, delta: Delta) -> None:
         """Name the tokens of the log probabilities in *delta*."""

@@ -13,10 +13,9 @@ import structlog
 from triton_openai import offload
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
-from triton_openai.answer.run_group import collect
+from triton_openai.answer.run_group import collect, rendering_cost
 from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import Conversation, prompt_of
-from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext, job_not_taken_error
 from triton_openai.errors import ConfigurationError, printable
 from triton_openai.generation import Generation

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api.bodies import new_id, whole
+from triton_openai.api.bodies import json_reply, new_id
 from triton_openai.api.lines import endpoints, groups_of
 from triton_openai.api.paging import Page, fetch_page, page_limit
 from triton_openai.api.responses.objects import Metadata, ResponseUsage
@@ -123,7 +123,7 @@ async def create(service: Service, call: Call[BatchRequest]) -> Reply:
         output_seconds=output_seconds,
     )
     await add(service, call.record, batch, "input_file_id")
-    return whole(batch_object(batch))
+    return json_reply(batch_object(batch))
 
 
 def proofs_of(service: Service, call: Call[Any], endpoint: str, batch_id: str) -> dict[str, str]:
@@ -191,7 +191,7 @@ def wake(service: Service) -> None:
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a batch as it is now."""
-    return whole(batch_object(await find_batch(service, call, "openai")))
+    return json_reply(batch_object(await find_batch(service, call, "openai")))
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
@@ -203,7 +203,7 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
             param="batch_id",
             code="batch_not_cancellable",
         )
-    return whole(batch_object(batch))
+    return json_reply(batch_object(batch))
 
 
 async def list_batches(service: Service, call: Call[None]) -> Reply:

@@ -572,12 +572,12 @@ def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]
     return items
 
 
-def whole(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> Whole:
+def json_reply(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS) -> Whole:
     """Return *answer* in JSON as a reply."""
     return Whole(encode(answer), status, headers=headers)
 
 
-async def whole_of(make: Callable[[], msgspec.Struct], *, cost: float) -> Whole:
+async def json_reply_of(make: Callable[[], msgspec.Struct], *, cost: float) -> Whole:
     """Return what *make* returns as a reply; to make and to encode it takes about *cost* microseconds."""
     return Whole(await offload.run(lambda: encode(make()), cost=cost))
 

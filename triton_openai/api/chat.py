@@ -7,16 +7,16 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.run_group import Collected, collect
-from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, now
+from triton_openai.answer.run_group import Collected, collect, rendering_cost
+from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, new_id, now, report_ignored
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
     ChatOptions,
@@ -30,25 +30,21 @@ from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     chat_logprobs,
-    cost_of,
     drop_prompt_logprobs,
     prompt_logprobs,
-    rendering_cost,
 )
 from triton_openai.api.parameters import Verbosity, accepting, completing, refusing
-from triton_openai.api.service import RequestContext
+from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.api.sse import Chunks
+from triton_openai.api.stored_chats import Keep, keeper, new_key
 from triton_openai.api.tools import NO_TOOLS, ToolPlan, custom_input
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import AnswerState, Delta, FinishReason
-from triton_openai.operations import Reply, Whole
+from triton_openai.operations import Call, Reply, Whole
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.prompts.messages import Message
-
-#: Stores a whole answer, which is in JSON.
-Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 @completing
@@ -228,6 +224,23 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+async def create(service: Service, call: Call[ChatRequest]) -> Reply:
+    """Create a chat completion. With ``store``, it is stored if it ends without an error."""
+    context = await begin(service, call)
+    body = context.body
+    if body.verbosity in ("low", "high"):
+        report_ignored(context.record, ["verbosity"])
+    answer_id = new_id("chatcmpl")
+    keep = None
+    if body.store and service.responses.keeps:
+        answer_id = new_key()
+        keep = keeper(context, answer_id, model=body.model, metadata=body.metadata, messages=body.messages)
+    elif body.store:
+        report_ignored(context.record, ["store"])
+    asked = context.about(conversation_of(body))
+    return await asked.admitted(partial(answer, answer_id=answer_id, keep=keep), param="messages")
+
+
 async def answer(context: RequestContext[Conversation], answer_id: str, keep: Keep | None = None) -> Reply:
     """Answer a chat. *keep* gets the whole answer first, in JSON, also that of a stream before its end."""
     options = context.body.options
@@ -252,7 +265,7 @@ async def answer(context: RequestContext[Conversation], answer_id: str, keep: Ke
     else:
         cost = rendering_cost(answers, offload.CHARACTER)
     if options.prompt_logprobs is not None:
-        cost += cost_of(len(runs[0].prompt_logprobs), options.prompt_logprobs)
+        cost += offload.logprobs_cost(len(runs[0].prompt_logprobs), options.prompt_logprobs)
     # Nothing is awaited for most answers.
     whole = partial(_completion, context, prepared, choices)
     if cost <= offload.INLINE:

@@ -13,7 +13,7 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.answer.job_run import Activation, activation_of, apply_activation, labels_of
-from triton_openai.api.bodies import encode_each, new_id, now, whole_of
+from triton_openai.api.bodies import encode_each, json_reply_of, new_id, now
 from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin
@@ -67,7 +67,7 @@ async def create(service: Service, call: Call[ClassifyRequest]) -> Reply:
         usage = input_usage(result.prompt_tokens)
         return ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    return await whole_of(answer, cost=offload.CHARACTER * sum(map(len, result.values)))
+    return await json_reply_of(answer, cost=offload.CHARACTER * sum(map(len, result.values)))
 
 
 def _classes(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Classification:

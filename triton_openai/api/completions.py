@@ -15,18 +15,16 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.answer.run_group import Collected, collect
-from triton_openai.api.bodies import encode, encode_each, new_id, now, separated, whole_of
+from triton_openai.answer.run_group import Collected, collect, rendering_cost
+from triton_openai.api.bodies import encode, encode_each, json_reply_of, new_id, now, separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
     completion_logprobs,
-    cost_of,
     drop_prompt_logprobs,
     joined,
     narrowed,
     prompt_logprobs,
-    rendering_cost,
 )
 from triton_openai.api.parameters import GenerationOptions, completing
 from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
@@ -142,7 +140,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             system_fingerprint=model.fingerprint,
         )
 
-    return await whole_of(completion, cost=offload.BYTE * size + rendering_cost(answers))
+    return await json_reply_of(completion, cost=offload.BYTE * size + rendering_cost(answers))
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
@@ -275,7 +273,7 @@ def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
         alternatives = None
     else:
         alternatives = spec.prompt_scoring.count
-    return offload.BYTE * ids + cost_of(sum(len(run.prompt_logprobs) for run in runs), alternatives)
+    return offload.BYTE * ids + offload.logprobs_cost(sum(len(run.prompt_logprobs) for run in runs), alternatives)
 
 
 def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:

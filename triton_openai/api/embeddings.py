@@ -17,7 +17,16 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, encode_each, new_id, now, separated, whole, whole_of
+from triton_openai.api.bodies import (
+    MAX_ITEMS,
+    ModelRequest,
+    encode_each,
+    json_reply,
+    json_reply_of,
+    new_id,
+    now,
+    separated,
+)
 from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
@@ -98,7 +107,7 @@ async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
         data = encode_each(_embedding(index, vector, as_text) for index, vector in enumerate(result.vectors))
         return EmbeddingList(data=data, model=body.model, usage=input_usage(result.prompt_tokens))
 
-    return await whole_of(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
+    return await json_reply_of(answer, cost=offload.BYTE * sum(map(len, result.vectors)))
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
@@ -257,7 +266,7 @@ async def rerank(service: Service, call: Call[RerankRequest]) -> Reply:
             document = Document(text=documents[index])
         results.append(RerankResult(index=index, document=document, relevance_score=result.scores[index]))
     usage = input_usage(result.prompt_tokens)
-    return whole(Reranked(id=rerank_id, model=body.model, usage=usage, results=results))
+    return json_reply(Reranked(id=rerank_id, model=body.model, usage=usage, results=results))
 
 
 #: What the two sides are called, in the order in which vLLM's server tries them.
@@ -313,7 +322,7 @@ async def score(service: Service, call: Call[ScoreRequest]) -> Reply:
         data=[Score(index=index, score=value) for index, value in enumerate(result.scores)],
         usage=input_usage(result.prompt_tokens),
     )
-    return whole(answer)
+    return json_reply(answer)
 
 
 def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:

@@ -18,7 +18,7 @@ from triton_openai.answer.limits import TimeLimits, TokenLimit
 from triton_openai.answer.prepare import GenerationSpec, prepare
 from triton_openai.answer.run_group import collect
 from triton_openai.answer.upstream_call import UpstreamClient
-from triton_openai.api.bodies import new_id, whole
+from triton_openai.api.bodies import json_reply, new_id
 from triton_openai.api.messages import operations as messages
 from triton_openai.api.service import Service
 from triton_openai.errors import ModelNotFound, ServiceError
@@ -139,7 +139,7 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
     for_agents: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
     if "client_version" in call.query:
         for_agents = _for_agents(served[name] for name in names)
-    return whole(ModelList(data=[describe(models, name) for name in names], models=for_agents))
+    return json_reply(ModelList(data=[describe(models, name) for name in names], models=for_agents))
 
 
 def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
@@ -167,8 +167,8 @@ async def get_model(service: Service, call: Call[None]) -> Reply:
     if name not in models.served or not call.key.allows(name):
         name = (await service.find_model(name, call.key)).name
     if _wants_anthropic(call):
-        return whole(messages.describe(models, name))
-    return whole(describe(models, name))
+        return json_reply(messages.describe(models, name))
+    return json_reply(describe(models, name))
 
 
 def _wants_anthropic(call: Call[Any]) -> bool:
@@ -251,7 +251,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
             else:
                 states[member.name] = "not ready"
         loaded = msgspec.structs.replace(loaded, endpoints=states)
-    return whole(loaded)
+    return json_reply(loaded)
 
 
 async def unload(service: Service, call: Call[UnloadRequest]) -> Reply:
@@ -266,7 +266,7 @@ async def unload(service: Service, call: Call[UnloadRequest]) -> Reply:
     model = await service.control.unload(
         _named(call), dependents=call.body.unload_dependents, endpoint=call.query.get("endpoint")
     )
-    return whole(Unloaded(model=model))
+    return json_reply(Unloaded(model=model))
 
 
 def _named(call: Call[Any]) -> str:
@@ -295,7 +295,7 @@ class Health(msgspec.Struct, kw_only=True):
 
 async def live(service: Service, call: Call[None]) -> Reply:
     """Return 200 while the process runs."""
-    return whole(Health(status="live"), headers=_NO_STORE)
+    return json_reply(Health(status="live"), headers=_NO_STORE)
 
 
 async def ready(service: Service, call: Call[None]) -> Reply:
@@ -307,7 +307,7 @@ async def ready(service: Service, call: Call[None]) -> Reply:
     if service.executor.draining.begun:
         reason = "The service is stopping."
     elif models.ready and (canary.any_answers or not models.served):
-        return whole(Health(status="ready", not_answering=silent), headers=_NO_STORE)
+        return json_reply(Health(status="ready", not_answering=silent), headers=_NO_STORE)
     elif models.ready:
         reason = "Triton has models that are ready, and none of them answers."
     elif snapshot.error is not None:
@@ -316,7 +316,7 @@ async def ready(service: Service, call: Call[None]) -> Reply:
         reason = "No served model is ready yet."
     else:
         reason = "Triton has no model that can be served."
-    return whole(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
+    return json_reply(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,7 +333,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 async def version(service: Service, call: Call[None]) -> Reply:
     """Return the versions of this service and of Triton."""
     server = service.fleet.snapshot.server
-    return whole(Version(version=__version__, triton=server or msgspec.UNSET))
+    return json_reply(Version(version=__version__, triton=server or msgspec.UNSET))
 
 
 async def probe(service: Service, model: ServedModel, *, timeout: float, at: str | None = None) -> None:
@@ -410,7 +410,7 @@ async def status(service: Service, call: Call[None]) -> Reply:
         key.check_opens_everything()
         answer.figures = await asyncio.to_thread(service.exposition.service_load)
         answer.endpoints = endpoint_lines(models) or msgspec.UNSET
-    return whole(answer, headers=_NO_STORE)
+    return json_reply(answer, headers=_NO_STORE)
 
 
 def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:

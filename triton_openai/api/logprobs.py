@@ -9,9 +9,7 @@ from operator import add
 import msgspec
 from msgspec.structs import astuple
 
-from triton_openai import offload
 from triton_openai.answer.run import Run
-from triton_openai.answer.run_group import Collected
 from triton_openai.errors import InvalidAnswer
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 
@@ -62,23 +60,6 @@ PromptLogprobs = Sequence[dict[str, PromptLogprob] | None]
 
 # Entries that are freed at once.
 _PIECE = 1000
-
-
-def cost_of(count: int, alternatives: int | None) -> float:
-    """Return about how many microseconds it takes to render *count* tokens with so many *alternatives* each."""
-    return offload.ITEM * count * (1 + (alternatives or 0))
-
-
-def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
-    """Return about how many microseconds it takes to render *answers*, with so many for each character."""
-    alternatives = None
-    if answers:
-        alternatives = answers[0].run.generation.sampling.logprobs
-    deltas = [delta for answer in answers for delta in answer.deltas]
-    cost = per_character * sum([len(delta.text) for delta in deltas])
-    if alternatives is not None:
-        cost += cost_of(sum([len(delta.logprobs) for delta in deltas]), alternatives)
-    return cost
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai import offload
 from triton_openai.answer.job_run import activation_of, apply_activation, labels_of
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, new_id, whole_of
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_reply_of, new_id
 from triton_openai.api.service import Service, begin
 from triton_openai.config.tree import Category, ModerationSettings
 from triton_openai.config.validation import did_you_mean
@@ -126,7 +126,7 @@ async def handle(service: Service, call: Call[ModerationRequest]) -> Reply:
         results = [_rated(apply_activation(values, activation), classes, rules) for values in result.values]
         return Moderation(id=job.id, model=context.body.model, results=results)
 
-    return await whole_of(answer, cost=10 * offload.ITEM * len(result.values))
+    return await json_reply_of(answer, cost=10 * offload.ITEM * len(result.values))
 
 
 def _inputs(value: str | Sequence[Item]) -> Sequence[str]:

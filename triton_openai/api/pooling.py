@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from triton_openai import errors, offload
-from triton_openai.api.bodies import encode_each, new_id, now, whole_of
+from triton_openai.api.bodies import encode_each, json_reply_of, new_id, now
 from triton_openai.api.embeddings import InputRequest, ListOf, input_usage, inputs_of
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin
@@ -80,7 +80,7 @@ async def create(service: Service, call: Call[PoolingRequest]) -> Reply:
         usage = input_usage(result.prompt_tokens)
         return PooledList(id=job.id, created=now(), model=body.model, data=data, usage=usage)
 
-    return await whole_of(answer, cost=offload.BYTE * sum(len(row) for rows in result.vectors for row in rows))
+    return await json_reply_of(answer, cost=offload.BYTE * sum(len(row) for rows in result.vectors for row in rows))
 
 
 def _job_of(model: ServedModel, task: str | None) -> type[TokenEmbeddingJob]:

@@ -36,7 +36,12 @@ from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField,
 from triton_openai.api.chat_tools import ToolDefinition
 from triton_openai.api.messages import operations as messages
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.message_events import OVERLOADED, AnthropicEnvelope, status_of, type_of
+from triton_openai.api.messages.message_events import (
+    OVERLOADED,
+    AnthropicEnvelope,
+    anthropic_error_type,
+    anthropic_status,
+)
 from triton_openai.api.realtime import session as realtime
 from triton_openai.api.responses import conversations, retrieve
 from triton_openai.api.responses import create as responses
@@ -155,7 +160,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             form = ""
         for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
             if operation.anthropic:
-                status = status_of(kind)
+                status = anthropic_status(kind)
             else:
                 status = kind.status
             raised.setdefault((form, status), {})[kind] = None
@@ -301,7 +306,7 @@ def _failure(
     """Return the answer with *status*, whose body is of *schema*; *kinds* are the errors that have it."""
     lines = ["Overloaded." if status == OVERLOADED else f"{HTTPStatus(status).phrase}."]
     lines += [
-        f"- `{type_of(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
+        f"- `{anthropic_error_type(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
         for kind in kinds
     ]
     headers: dict[str, Any] = {**_ALWAYS}
@@ -454,7 +459,7 @@ def _kept(
 
 
 OPERATIONS = (
-    Operation(stored_chats.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
+    Operation(chat.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, jobs=(Generation,), label="chat"),
     _kept(stored_chats.list_all, "GET /chat/completions", "list_chat_completions", answer=response_types.ItemList,
           query=_CHATS),
@@ -482,15 +487,15 @@ OPERATIONS = (
           query=PAGE),
     _kept(conversations.create, "POST /conversations", "create_conversation", conversations.ConversationRequest,
           conversations.ConversationObject, reads=BodyKind.OPTIONAL_JSON, strict=True,
-          check=conversations.check_kept),
+          check=conversations.check_store),
     _kept(conversations.retrieve, f"GET {_CONVERSATION}", "get_conversation", answer=conversations.ConversationObject),
     _kept(conversations.update, f"POST {_CONVERSATION}", "update_conversation", conversations.ConversationUpdate,
-          conversations.ConversationObject, strict=True, check=conversations.check_kept),
+          conversations.ConversationObject, strict=True, check=conversations.check_store),
     _kept(conversations.delete, f"DELETE {_CONVERSATION}", "delete_conversation", answer=response_types.Deleted),
     _kept(conversations.list_items, f"GET {_CONVERSATION}/items", "list_items", answer=response_types.ItemList,
           query=PAGE),
     _kept(conversations.add_items, f"POST {_CONVERSATION}/items", "add_items", conversations.NewItems,
-          response_types.ItemList, strict=True, check=conversations.check_kept),
+          response_types.ItemList, strict=True, check=conversations.check_store),
     _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
     _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
     Operation(responses.refuse_get, _openai("GET /responses"), "connect_responses", "inference",

@@ -19,7 +19,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
 from triton_openai.answer.speech import SpeechRun, longest_piece, pieces
-from triton_openai.api.bodies import ModelRequest, encode, new_id, report_ignored, whole
+from triton_openai.api.bodies import ModelRequest, encode, json_reply, new_id, report_ignored
 from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.parameters import accepting
 from triton_openai.api.service import RequestContext, Service, begin
@@ -239,4 +239,4 @@ async def list_voices(service: Service, call: Call[None]) -> Reply:
         if model.voices is not None:
             await model.voices.reload()
             voices += [VoiceObject(id=voice, name=voice, model=model.name) for voice in model.voices.names()]
-    return whole(VoiceList(voices=voices))
+    return json_reply(VoiceList(voices=voices))

@@ -1,5 +1,5 @@
 """
-``POST /v1/chat/completions``, and with ``store: true`` what is kept of it: listed, read, described, deleted.
+Chat completions that are kept, as ``store: true`` asks for: stored, listed, read, described, deleted.
 
 A chat completion is an entry of the store that responses are kept in. Its head is what it is listed by; its rows are
 the ``answer``, whose id is the entry's key, and the request's ``messages``. Keys are in the order of time.
@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from triton_openai import errors, offload
-from triton_openai.api import chat
-from triton_openai.api.bodies import converted, new_id, report_ignored, whole
+from triton_openai.api.bodies import converted, json_reply, report_ignored
 from triton_openai.api.paging import page_query, unknown_id_error
 from triton_openai.api.responses.objects import Deleted, Metadata
 from triton_openai.api.responses.retrieve import list_of, page_of
 from triton_openai.api.responses.stored import is_key
-from triton_openai.api.service import RequestContext, Service, begin
+from triton_openai.api.service import RequestContext, Service
 from triton_openai.operations import Call, Reply, Whole
 from triton_openai.prompts.messages import Message
 from triton_openai.storage.store import BATCH, Entry, Row, RowKey, Store, fitting
+
+#: Stores a whole answer, which is in JSON.
+Keep: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 _PREFIX = "chatcmpl-"
 _METADATA = re.compile(r"metadata\[(.*)\]")
@@ -47,30 +49,31 @@ class CompletionUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     metadata: Metadata | None
 
 
-async def create(service: Service, call: Call[chat.ChatRequest]) -> Reply:
-    """Create a chat completion. With ``store``, it is stored if it ends without an error."""
-    context = await begin(service, call)
-    body = context.body
-    if body.verbosity in ("low", "high"):
-        report_ignored(context.record, ["verbosity"])
-    answer_id = new_id("chatcmpl")
-    keep = None
-    if body.store and service.responses.keeps:
-        described = converted({"metadata": body.metadata}, CompletionUpdate)
-        answer_id = f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
-        keep = partial(_keep, context, answer_id, _Head(body.model, described.metadata or {}))
-    elif body.store:
-        report_ignored(context.record, ["store"])
-    asked = context.about(chat.conversation_of(body))
-    return await asked.admitted(partial(chat.answer, answer_id=answer_id, keep=keep), param="messages")
+def new_key() -> str:
+    """Return the id of a chat completion that is to be stored."""
+    return f"{_PREFIX}{time.time_ns() // 1000:014x}{token_hex(9)}"
 
 
-async def _keep(context: RequestContext[chat.ChatRequest], answer_id: str, head: _Head, answer: bytes) -> None:
+def keeper(
+    context: RequestContext[Any], answer_id: str, *, model: str, metadata: Any, messages: Sequence[Message]
+) -> Keep:
+    """
+    Return what stores the answer with this id from :func:`new_key`, the *metadata*, and the *messages* it answers.
+
+    Raises :class:`InvalidRequest` for other *metadata* than the API takes.
+    """
+    described = converted({"metadata": metadata}, CompletionUpdate)
+    return partial(_keep, context, answer_id, _Head(model, described.metadata or {}), messages)
+
+
+async def _keep(
+    context: RequestContext[Any], answer_id: str, head: _Head, messages: Sequence[Message], answer: bytes
+) -> None:
     """Store the *answer*. A failure is logged, and reported to the client if its answer has not begun."""
 
     def encoded() -> list[Row]:
         rows = [Row("answer", answer_id, answer)]
-        for number, message in enumerate(context.body.messages):
+        for number, message in enumerate(messages):
             rows.append(_message_row(message, f"{answer_id}-{number}"))
         return rows
 
@@ -150,13 +153,13 @@ async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a chat completion that was stored."""
     key, _ = await _entry(service, call)
     await service.responses.store().delete(key)
-    return whole(Deleted(id=key, object="chat.completion.deleted"))
+    return json_reply(Deleted(id=key, object="chat.completion.deleted"))
 
 
 async def list_messages(service: Service, call: Call[None]) -> Reply:
     """List the messages that a stored chat completion answers."""
     key, _ = await _entry(service, call)
-    return whole(await page_of(service, call, key, "messages", "asc"))
+    return json_reply(await page_of(service, call, key, "messages", "asc"))
 
 
 async def list_all(service: Service, call: Call[None]) -> Reply:
@@ -187,4 +190,4 @@ async def list_all(service: Service, call: Call[None]) -> Reply:
     sizes = await store.sizes(owner, [RowKey(key, key) for key in heads])
     count = fitting((sizes.get(RowKey(key, key), 0) for key in heads), service.settings.limits.max_text_size)
     shown = dict(islice(heads.items(), min(count, limit)))
-    return whole(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))
+    return json_reply(list_of(await _shown(store, owner, shown), more=len(shown) < len(heads)))

@@ -15,7 +15,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids, tokenizer_of
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, whole, whole_of
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, json_reply, json_reply_of
 from triton_openai.api.chat_tools import Tool, plan_chat_tools
 from triton_openai.api.conversation import argument_texts
 from triton_openai.api.service import Service, begin
@@ -104,7 +104,7 @@ async def tokenize(service: Service, call: Call[TokenizeRequest]) -> Reply:
             token_strs=strings,
         )
 
-    return await whole_of(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))
+    return await json_reply_of(answer, cost=(offload.BYTE + texts * offload.ITEM) * len(tokens))
 
 
 def _joined(pieces: Iterable[Sequence[Any]]) -> Any:
@@ -119,4 +119,4 @@ async def detokenize(service: Service, call: Call[DetokenizeRequest]) -> Reply:
     model = context.model
     tokenizer = await tokenizer_of(model)
     check_ids(body.tokens, tokenizer, "tokens")
-    return whole(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))
+    return json_reply(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))

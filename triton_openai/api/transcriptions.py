@@ -21,7 +21,7 @@ from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.repetition import compression_ratio
 from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.transcription import Transcription
-from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, new_id, report_ignored, whole
+from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, json_reply, new_id, report_ignored
 from triton_openai.api.media_limits import Upload, audio_too_large, form_of, max_form_size, receiving_audio
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, Service, begin
@@ -351,7 +351,7 @@ async def _transcribed(
         context.record.audio_seconds = {"input": recording.seconds}
     if body.response_format == "json" and _wants_logprobs(body):
         usage = DurationUsage(seconds=math.ceil(recording.seconds))
-        return whole(TranscriptObject(text=transcription.text, logprobs=_logprobs(transcription), usage=usage))
+        return json_reply(TranscriptObject(text=transcription.text, logprobs=_logprobs(transcription), usage=usage))
     granularities = getattr(body, "timestamp_granularities", ())
     unknown = _unknown_number(context.call)
     return _rendered(body.response_format, transcription, recording, granularities, task=_task(job), unknown=unknown)
@@ -405,7 +405,7 @@ def _rendered(
     segments = transcription.segments
     usage = DurationUsage(seconds=math.ceil(recording.seconds))
     if form == "json":
-        return whole(TranscriptObject(text=transcription.text, usage=usage))
+        return json_reply(TranscriptObject(text=transcription.text, usage=usage))
     if form == "verbose_json":
         code = "en"
         if task == "transcribe":
@@ -427,7 +427,7 @@ def _rendered(
         if "word" in granularities:
             words = [_word(word, recording.seconds) for word in transcription.words]
             verbose = msgspec.structs.replace(verbose, words=words)
-        return whole(verbose)
+        return json_reply(verbose)
     if form == "srt":
         point = ","
     else:

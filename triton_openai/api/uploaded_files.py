@@ -15,7 +15,15 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
-from triton_openai.api.bodies import FileField, converted, new_id, report_ignored, unknown_field, whole, whole_of
+from triton_openai.api.bodies import (
+    FileField,
+    converted,
+    json_reply,
+    json_reply_of,
+    new_id,
+    report_ignored,
+    unknown_field,
+)
 from triton_openai.api.paging import Page, fetch_page, page_query
 from triton_openai.api.responses.objects import Deleted
 from triton_openai.api.service import Service
@@ -138,7 +146,7 @@ async def create(service: Service, call: Call[Form]) -> Reply:
         raise
     finally:
         renewing.cancel()
-    return whole(file_object(file))
+    return json_reply(file_object(file))
 
 
 def max_size_for(files: Files, purpose: str) -> int:
@@ -253,14 +261,14 @@ async def page_reply(
     kind: type[Page[Any]], rows: Sequence[_T], describe: Callable[[_T], object], *, more: bool
 ) -> Reply:
     """Return a page of what is kept as *rows*, each as *describe* returns it; many of them take a thread."""
-    return await whole_of(
+    return await json_reply_of(
         lambda: kind.of([describe(row) for row in rows], more=more), cost=2 * offload.ITEM * len(rows)
     )
 
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return what is known of a file."""
-    return whole(file_object(await find_file(service, call.key, call.path["file"], "file_id")))
+    return json_reply(file_object(await find_file(service, call.key, call.path["file"], "file_id")))
 
 
 async def content(service: Service, call: Call[None]) -> Reply:
@@ -323,4 +331,4 @@ async def delete(service: Service, call: Call[None]) -> Reply:
     file = await find_file(service, call.key, call.path["file"], "file_id")
     if not await files_of(service).delete(file):
         raise errors.ObjectInUse("A batch that has not ended reads the file. Cancel it first.", param="file_id")
-    return whole(Deleted(id=file.id, object="file"))
+    return json_reply(Deleted(id=file.id, object="file"))

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api.bodies import FileField, new_id, unknown_field, whole
+from triton_openai.api.bodies import FileField, json_reply, new_id, unknown_field
 from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import (
     ExpiresAfter,
@@ -126,7 +126,7 @@ async def create(service: Service, call: Call[UploadRequest]) -> Reply:
         raise too_much(files)
     if body.expires_after is not None:
         await UploadParts(files, file.id).set_seconds(body.expires_after.seconds)
-    return whole(_upload_object(file, "pending"))
+    return json_reply(_upload_object(file, "pending"))
 
 
 async def add_part(service: Service, call: Call[Form]) -> Reply:
@@ -161,7 +161,7 @@ async def add_part(service: Service, call: Call[Form]) -> Reply:
         # What cannot be deleted now is swept.
         with suppress(ServiceError):
             await files.store.files.delete([part_id])
-    return whole(PartObject(id=part_id, created_at=int(created), upload_id=call.path["upload"]))
+    return json_reply(PartObject(id=part_id, created_at=int(created), upload_id=call.path["upload"]))
 
 
 async def _check_room(parts: UploadParts, file: StoredFile) -> None:
@@ -221,7 +221,7 @@ async def complete(service: Service, call: Call[CompleteRequest]) -> Reply:
                 file = await _find(files, call)
                 if file.state != "processed":
                     raise
-    return whole(_upload_object(file, "completed"))
+    return json_reply(_upload_object(file, "completed"))
 
 
 def _lock(upload_id: str) -> asyncio.Lock:
@@ -275,7 +275,7 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
         file = await _pending(service, call)
         await files.delete(file)
         await UploadParts(files, file.id).clear()
-    return whole(_upload_object(file, "cancelled"))
+    return json_reply(_upload_object(file, "cancelled"))
 
 
 async def _pending(service: Service, call: Call[Any]) -> StoredFile:

@@ -63,7 +63,6 @@ class BatchRunner:
     def __init__(self, files: Files, host: Host, first_tokens: FirstTokens, metrics: Metrics | None = None) -> None:
         self._files = files
         self._store = files.store
-        self._host = host
         self._series = (metrics or Metrics(Worker())).child
         self._woken = asyncio.Event()
         # Whether the tables are read in the next step, and whether others are to read them.

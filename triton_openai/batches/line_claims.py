@@ -127,7 +127,7 @@ class LineClaims:
         if not running.unsure or running.starting is not None or not running.runs_lines:
             return
         try:
-            claimed = await self._lines.claimed(running.part)
+            claimed = await self._lines.unfinished_in(running.part)
         except LeaseLost:
             running.lose()
             return

@@ -100,7 +100,7 @@ class PartRunner:
                 return True
         elif running.input < 0:
             running.input = await self._files.open_lines(batch)
-            running.unloaded = [*running.claimed()]
+            running.unloaded = [*running.idle_lines()]
             self._wake()
             return False
         elif batch.total and not batch.unfinished and not running.busy:

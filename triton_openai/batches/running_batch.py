@@ -137,7 +137,7 @@ class RunningBatch:
         """Return the number of those lines that are not quarantined, and whose models are not *away*."""
         return sum(len(lines) for model, lines in self.waiting.items() if model not in away)
 
-    def claimed(self) -> Sequence[Line]:
+    def idle_lines(self) -> Sequence[Line]:
         """Return the lines that were claimed, and do not run."""
         waiting = [line for lines in self.waiting.values() for line in lines]
         return [*waiting, *self.quarantined, *(line for _, _, line in self.retrying)]
@@ -189,7 +189,7 @@ class RunningBatch:
         ended = [*(done for done, _ in self.done), *self.written]
         return {
             *self.running,
-            *(line.number for line in self.claimed()),
+            *(line.number for line in self.idle_lines()),
             *(done.number for done in ended),
         }
 

@@ -68,11 +68,6 @@ class Engine:
         self._process.kill()
         self._process.communicate()
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
 
 def _run(weights: str, socket: str) -> None:
     import xllamacpp

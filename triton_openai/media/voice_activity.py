@@ -217,11 +217,6 @@ class VoiceActivity:
         self._ended = 0
 
     @property
-    def speaking(self) -> bool:
-        """Whether speech has started and has not ended."""
-        return self._speaking
-
-    @property
     def position(self) -> int:
         """The sample up to which the audio was examined."""
         return self._position

@@ -117,7 +117,7 @@ class Output:
         if text:
             self._add(self._arguments, text)
 
-    def ending(self, text: str) -> None:
+    def arguments_to_confirm(self, text: str) -> None:
         """Add *text* to the arguments of the latest call once something confirms it."""
         self._waits = True
         self._waiting.append(text)
@@ -141,11 +141,6 @@ class Output:
         self._waiting = []
         if waiting:
             self._add(self._arguments, waiting)
-
-    @property
-    def waits_for_end(self) -> bool:
-        """Whether the latest call waits for its end."""
-        return self._waits_for_end
 
     def replace_waiting(self, text: str, *, name: str | None = None) -> None:
         """Let *text* wait for what waits of the arguments, and *name* for the name."""

@@ -249,13 +249,6 @@ _REASONING_RULES = (
 )
 
 
-def detect(template: str) -> tuple[str | None, str | None]:
-    """Return the names of the tool parser and the reasoning parser for a chat template's source, where it shows any."""
-    tools = detected(_TOOL_RULES, template.__contains__)
-    reasoning = detected(_REASONING_RULES, template.__contains__)
-    return tools and tools.name, reasoning and reasoning.name
-
-
 class Parsers(msgspec.Struct, frozen=True, kw_only=True):
     """The parser classes of a model; ``None`` where its text stays as it is."""
 

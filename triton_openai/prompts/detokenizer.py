@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -38,6 +38,12 @@ class TokenPieces:
         self._known: dict[int, bytes | None] = dict(self._added)
         self._read, self._drops = _way_of_writing(_decoders(backend))
         self.exact = self._read is not None and self._proves()
+
+    def skipped_ids(self, skip_special_tokens: bool) -> Collection[int]:
+        """Return the ids of tokens that a text omits."""
+        if skip_special_tokens:
+            return self.special_ids
+        return ()
 
     def raw(self, token_id: int) -> bytes | None:
         """Return the bytes of a token: ``None`` if unknown, empty for an id that does not exist."""
@@ -156,10 +162,7 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._pieces = pieces
-        if skip_special_tokens:
-            self._skipped = pieces.special_ids
-        else:
-            self._skipped = frozenset[int]()
+        self._skipped = pieces.skipped_ids(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = bool(context)
         # A prompt of token ids may end inside a character.
@@ -191,10 +194,7 @@ class StreamDetokenizer:
         self._backend = pieces.backend
         self._stream = DecodeStream(list(context[-_CONTEXT:]), skip_special_tokens=skip_special_tokens)
         # The library's stream would keep the ids that have no text.
-        if skip_special_tokens:
-            self._skipped = pieces.special_ids
-        else:
-            self._skipped = frozenset[int]()
+        self._skipped = pieces.skipped_ids(skip_special_tokens)
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that *ids* complete."""

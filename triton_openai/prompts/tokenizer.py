@@ -147,11 +147,12 @@ class Tokenizer:
         with _valid_unicode():
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
-    def part(self, text: str, count: int, side: Literal["left", "right"]) -> str:
+    def cut_roughly(self, text: str, count: int, side: Literal["left", "right"]) -> str:
         """
-        Return the end of *text*, or with *side* "right" its start, that has the last, or first, *count* tokens as the
-        whole text has them; or the whole text, if such a part is not found quickly. In a text of millions of characters
-        without words, they may differ.
+        Return an end of *text*, or with *side* "right" a start, that has at least *count* tokens of the whole text.
+
+        It is the whole text, if such a part is not found quickly. In a text of millions of characters without words,
+        its tokens may differ from those of the whole text.
         """
         size = count * _CHARACTERS_PER_TOKEN + _NEAR
         if len(text) <= size + 2 * _SEARCHED:
@@ -183,14 +184,14 @@ class Tokenizer:
             return text[start:end]
         return text
 
-    async def part_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
-        """Do :meth:`part` without holding the event loop for long. Raises as :meth:`encode_async`."""
+    async def cut_roughly_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
+        """Do :meth:`cut_roughly` without holding the event loop for long. Raises as :meth:`encode_async`."""
         size = min(len(text), count * _CHARACTERS_PER_TOKEN + _NEAR + _SEARCHED)
         if size < len(text):
             cost = offload.CHARACTER * size
         else:
             cost = 0
-        return await offload.run(self.part, text, count, side, cost=cost, refusable=True)
+        return await offload.run(self.cut_roughly, text, count, side, cost=cost, refusable=True)
 
     def joined(self, *texts: Sequence[int]) -> TokenPair:
         """Return one sequence of the ids of a text, or of a pair of texts, with their special tokens."""
@@ -241,7 +242,7 @@ class Tokenizer:
     async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises as :meth:`encode_async` too."""
         if limit is not None:
-            pairs = [(query, await self.part_async(document, limit, "right")) for query, document in pairs]
+            pairs = [(query, await self.cut_roughly_async(document, limit, "right")) for query, document in pairs]
         cost = tokenizing_cost(text for pair in pairs for text in pair)
         return await offload.run(self.encode_pairs, pairs, limit, cost=cost, refusable=True)
 

@@ -111,13 +111,13 @@ def locate(source: str) -> TokenizerFiles:
             "as tokenizer.model, transformers writes one: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
     origin = f"of the tokenizer '{source}' given by --tokenizer"
-    config = _read_json(folder / "tokenizer_config.json", origin)
+    config = _read_object(folder / "tokenizer_config.json", origin)
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
         config=config,
-        special_tokens_map=_read_json(folder / "special_tokens_map.json", origin),
-        generation_config=_read_json(folder / _GENERATION_CONFIG, origin),
-        model_config=_read_json(folder / "config.json", origin),
+        special_tokens_map=_read_object(folder / "special_tokens_map.json", origin),
+        generation_config=_read_object(folder / _GENERATION_CONFIG, origin),
+        model_config=_read_object(folder / "config.json", origin),
         chat_templates=_templates_of(config) | _template_files(folder, origin),
         tool_format=_existing(folder / TOOL_FORMAT),
         pooling=_pooling(folder, origin),
@@ -196,7 +196,7 @@ def _pooling(folder: Path, origin: str) -> Pooling | None:
 
     Raises :class:`ConfigurationError` for another way than the mean, the first or the last vector.
     """
-    config = _read_json(folder / "1_Pooling" / "config.json", origin)
+    config = _read_object(folder / "1_Pooling" / "config.json", origin)
     modes = [name for name in _POOLING_MODES if config.get(name) is True]
     if isinstance(config.get("pooling_mode"), str):
         modes = [config["pooling_mode"]]
@@ -208,7 +208,7 @@ def _pooling(folder: Path, origin: str) -> Pooling | None:
     modules = _read_list(folder / "modules.json", origin)
     types = [module.get("type") for module in modules if isinstance(module, dict)]
     normalize = any(isinstance(name, str) and name.endswith("Normalize") for name in types)
-    texts = _read_json(folder / "config_sentence_transformers.json", origin)
+    texts = _read_object(folder / "config_sentence_transformers.json", origin)
     prompts = texts.get("prompts")
     prefix = ""
     if isinstance(prompts, dict):
@@ -218,32 +218,30 @@ def _pooling(folder: Path, origin: str) -> Pooling | None:
 
 def _read_list(path: Path, origin: str) -> list[Any]:
     """Return the JSON list in *path*, empty where there is no such file."""
-    text = _read_text(path, origin)
-    if text is None:
-        return []
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
+    value = _read_json(path, origin, default=[])
     if not isinstance(value, list):
         raise ConfigurationError(f"{path.name} {origin} must hold a JSON list.")
     return value
 
 
-def _read_json(path: Path, origin: str) -> dict[str, Any]:
+def _read_object(path: Path, origin: str) -> dict[str, Any]:
     """Return the JSON object in *path*, empty where there is no such file."""
-    text = _read_text(path, origin)
-    try:
-        # Read as transformers does: with NaN and huge integers.
-        if text is None:
-            value = {}
-        else:
-            value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
+    value = _read_json(path, origin, default={})
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path.name} {origin} must hold a JSON object.")
     return value
+
+
+def _read_json(path: Path, origin: str, *, default: Any) -> Any:
+    """Return the JSON in *path*, *default* where there is no such file."""
+    text = _read_text(path, origin)
+    if text is None:
+        return default
+    try:
+        # Read as transformers does: with NaN and huge integers.
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
 
 
 def _read_text(path: Path, origin: str) -> str | None:
@@ -303,7 +301,7 @@ def recommended_sampling(
             path = path / _GENERATION_CONFIG
         if not path.is_file():
             raise ConfigurationError(f"There is no file '{setting}' given by generation_config.")
-        config = _read_json(path, "given by generation_config")
+        config = _read_object(path, "given by generation_config")
         origin = f"{setting} (generation_config)"
     values: dict[str, Any] = {}
     for key, name in _SAMPLING.items():

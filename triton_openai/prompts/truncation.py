@@ -84,7 +84,7 @@ async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -
         # There may be less room than for the special tokens.
         return cut_ids(ids, truncation)
 
-    text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
+    text = await tokenizer.cut_roughly_async(text, truncation.tokens, truncation.side)
     return await offload.run(cut, cost=offload.CHARACTER * len(text), refusable=True)
 
 
@@ -94,7 +94,7 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
 
     Raises :class:`InvalidRequest` if nothing is left.
     """
-    text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
+    text = await tokenizer.cut_roughly_async(text, truncation.tokens, truncation.side)
     cost = 3 * offload.CHARACTER * len(text)
     return await offload.run(_cut, tokenizer, text, truncation, special, cost=cost, refusable=True)
 

@@ -8,9 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-#: The states of a line. A line that waits or runs when its batch ends never ran.
-WAITING = 0
-RUNNING = 1
+#: The states of a line with a result. One that waits has 0, and one that runs has 1: if its batch ends, it never ran.
 SUCCEEDED = 2
 FAILED = 3
 

@@ -42,14 +42,12 @@ class LeaseTable(Tables):
     """The leases of all processes; see :class:`Tables` for the errors."""
 
     @operation(write=True, long=True)
-    def claim(
-        self, holder: str, seconds: float, *, now: float | None = None, full: Collection[str] = ()
-    ) -> Steps[Batch | None]:
+    def claim(self, holder: str, seconds: float, *, now: float, full: Collection[str] = ()) -> Steps[Batch | None]:
         """
         Give *holder* the lease of a batch without one, for *seconds*; return ``None`` if there is none.
 
         The owners with the fewest leased batches come first, then the oldest batches. Owners in *full* are left out.
-        *now* is the time of the database at which leases count as expired; by default that of this moment.
+        *now* is the time of the database at which leases count as expired.
         """
         batch_id = ""
         until = 0.0
@@ -59,8 +57,7 @@ class LeaseTable(Tables):
                 "SELECT b.id, b.until FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
                 " (SELECT owner, COUNT(*) AS number FROM lease JOIN batch ON batch.id = lease.batch WHERE part = 0"
                 " AND lease.until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1"
-                " AND (b.until < COALESCE($3, CLOCK()) OR b.until = $2)"
-                " AND COALESCE(l.until, 0) < COALESCE($3, CLOCK())"
+                " AND (b.until < $3 OR b.until = $2) AND COALESCE(l.until, 0) < $3"
                 " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
                 " FOR UPDATE OF b SKIP LOCKED",
                 *(json.dumps([*full]), CLAIMED_HERE, now),
@@ -72,7 +69,7 @@ class LeaseTable(Tables):
             leased = yield (
                 "INSERT INTO lease (batch, part, holder, until) VALUES ($1, 0, $2, CLOCK() + $3) ON CONFLICT"
                 " (batch, part) DO UPDATE SET holder = $2, until = CLOCK() + $3"
-                " WHERE lease.until < COALESCE($4, CLOCK()) RETURNING part",
+                " WHERE lease.until < $4 RETURNING part",
                 *(batch_id, holder, seconds, now),
             )
         claimed = yield (
@@ -147,17 +144,16 @@ class LeaseTable(Tables):
         yield from _release_part(part)
 
     @operation(write=True, long=True)
-    def end_expired_parts(self, now: float | None = None) -> Steps[Mapping[Part, int]]:
+    def end_expired_parts(self, now: float) -> Steps[Mapping[Part, int]]:
         """
         End the parts whose leases have expired, and return how many lines of each ran.
 
-        *now* is the time of the database at which they count as expired; by default that of this moment.
-
+        *now* is the time of the database at which they count as expired.
         Their lines without results wait again. Those that ran are quarantined, and a line that ran alone has a death
         more.
         """
         rows = yield (
-            "SELECT batch, part FROM lease WHERE part > 0 AND until < COALESCE($2, CLOCK()) ORDER BY batch, part"
+            "SELECT batch, part FROM lease WHERE part > 0 AND until < $2 ORDER BY batch, part"
             " LIMIT $1 FOR UPDATE SKIP LOCKED",
             *(_MAX_ENDED, now),
         )

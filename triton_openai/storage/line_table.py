@@ -146,7 +146,7 @@ class LineTable(Tables):
         yield (NOTIFY,)
 
     @operation()
-    def claimed(self, part: Part) -> Steps[Sequence[Line]]:
+    def unfinished_in(self, part: Part) -> Steps[Sequence[Line]]:
         """Return the lines that are claimed for *part* and have no result."""
         yield from lock_part(part)
         rows = yield (

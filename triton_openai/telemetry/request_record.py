@@ -207,7 +207,6 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     error: ServiceError | None = None
     client_left: bool = False
     # The end
-    ended: float | None = None
     #: Seconds from the request's head to its end.
     duration: float = 0.0
     #: Seconds to the backend's first token; ``None`` when none came.
@@ -237,8 +236,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         return stage
 
     def end(self, now: float) -> None:
-        """Set the end, which is *now*, the duration, and the time to the first token."""
-        self.ended = now
+        """Set the duration, which ends *now*, and the time to the first token."""
         self.duration = now - self.began
         for answer in self.answers:
             if answer.first is None:

@@ -26,7 +26,8 @@ _MAX_LINES = 10_000
 _MAX_BYTES = 16 * 1024 * 1024
 # Lines gather this long after each write: a thread that wakes for every line costs more than the line.
 _GATHER_SECONDS = 0.02
-
+# How long the last lines may take at the end of the process.
+_LAST_SECONDS = 1.0
 
 #: Lines a minute of native libraries that are logged.
 MAX_NATIVE_LINES = 20
@@ -230,9 +231,9 @@ def background_writer(stream: TextIO) -> BackgroundWriter | None:
     return None
 
 
-def drain(timeout: float = 1.0) -> None:
-    """Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most."""
-    deadline = time.monotonic() + timeout
+def drain() -> None:
+    """Wait until all lines of the standard streams are written or lost, for a second at most."""
+    deadline = time.monotonic() + _LAST_SECONDS
     writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
     while any(writer is not None and writer.pending for writer in writers) and time.monotonic() < deadline:
         time.sleep(_GATHER_SECONDS / 4)

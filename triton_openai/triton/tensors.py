@@ -286,8 +286,8 @@ class InferResponse(Protocol):
     def numbers(self, name: str) -> Sequence[float]:
         """Return a numeric output. Numbers that a backend sends as text count as numbers."""
 
-    def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
-        """Return an output of integers from *least* to *most*."""
+    def integers(self, name: str, *, least: int = 0) -> Sequence[int]:
+        """Return an output of integers from *least* to :data:`MAX_COUNT`."""
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return a floating output of shape ``[n, d]`` (or ``[d]``) as *n* little-endian float32 rows."""
@@ -316,14 +316,14 @@ class CheckedOutputs:
     def numbers(self, name: str) -> Sequence[float]:
         raise NotImplementedError
 
-    def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
+    def integers(self, name: str, *, least: int = 0) -> Sequence[int]:
         values = self.numbers(name)
         if isinstance(values, array) and values.typecode not in "fd":
             whole: Sequence[int] = cast(Sequence[int], values)
         else:
             whole = [self._integer(name, value) for value in values]
-        if min(whole, default=least) < least or max(whole, default=most) > most:
-            raise self.invalid(f"the output '{name}' has a number below {least} or above {most}")
+        if min(whole, default=least) < least or max(whole, default=least) > MAX_COUNT:
+            raise self.invalid(f"the output '{name}' has a number below {least} or above {MAX_COUNT}")
         return whole
 
     def _integer(self, name: str, value: float) -> int:
@@ -398,12 +398,12 @@ class JsonOutputs(CheckedOutputs):
             raise self.invalid(f"the output '{name}' has a number that is too large")
         return values
 
-    def integers(self, name: str, *, least: int = 0, most: int = MAX_COUNT) -> Sequence[int]:
+    def integers(self, name: str, *, least: int = 0) -> Sequence[int]:
         value = self.value(name)
         # Nearly all of them are a single count.
-        if type(value) is int and least <= value <= most:
+        if type(value) is int and least <= value <= MAX_COUNT:
             return (value,)
-        return super().integers(name, least=least, most=most)
+        return super().integers(name, least=least)
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return the values as one float32 row (the generate extension does not carry shapes); none without values."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.messages.batch_body import _split, read_batch
+from triton_openai.api.messages.batch_body import _split, parse_batch
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge
 
@@ -38,18 +38,18 @@ def test_a_body_is_split_as_it_is_decoded(before: Any, items: Any, after: Any, i
 def test_a_body_that_is_anything(body: bytes) -> None:
     """What is no batch is refused."""
     with pytest.raises(InvalidRequest):
-        read_batch(body, LIMITS, max_requests=10)
+        parse_batch(body, LIMITS, max_requests=10)
 
 
 def test_requests_of_a_batch() -> None:
     """The requests are there as they were written, with the models of all of them."""
     body = json.dumps({"requests": [ONE, {**ONE, "custom_id": "b", "params": {"model": "n"}}], "more": 1}).encode()
-    read = read_batch(body, LIMITS, max_requests=2)
+    read = parse_batch(body, LIMITS, max_requests=2)
     assert ["a", "b"] == [one.custom_id for one in read.requests]
     assert [ONE["params"], {"model": "n"}] == [json.loads(bytes(one.params)) for one in read.requests]
     assert {"m", "n"} == read.models
     with pytest.raises(PayloadTooLarge, match="1 requests"):
-        read_batch(body, LIMITS, max_requests=1)
+        parse_batch(body, LIMITS, max_requests=1)
 
 
 @every_case(
@@ -66,7 +66,7 @@ def test_requests_of_a_batch() -> None:
 def test_requests_that_no_batch_can_have(item: Any, param: str) -> None:
     """The error names the request and its field."""
     with pytest.raises(InvalidRequest) as caught:
-        read_batch(json.dumps({"requests": [ONE, item]}).encode(), LIMITS, max_requests=10)
+        parse_batch(json.dumps({"requests": [ONE, item]}).encode(), LIMITS, max_requests=10)
     assert param == caught.value.param
 
 
@@ -82,14 +82,14 @@ def test_each_request_has_the_limits_of_a_live_one(params: Any) -> None:
     limits = LimitSettings(max_text_size=180_000)
     body = json.dumps({"requests": [ONE, {"custom_id": "b", "params": params}]}).encode()
     with pytest.raises(InvalidRequest) as caught:
-        read_batch(body, limits, max_requests=10)
+        parse_batch(body, limits, max_requests=10)
     assert "requests[1]" == caught.value.param
     many = [{"custom_id": f"{number}", "params": {"messages": [1.5] * 30_000}} for number in range(4)]
-    assert 4 == len(read_batch(json.dumps({"requests": many}).encode(), limits, max_requests=10).requests)
+    assert 4 == len(parse_batch(json.dumps({"requests": many}).encode(), limits, max_requests=10).requests)
 
 
 @every_case("body", [b'{"requests":["' + b"\\" * 100_001, b'{"requests":[' + b'"\\"",' * 100, b'"\\"' * 1000, b'"'])
 def test_strings_without_an_end(body: bytes) -> None:
     """They are refused, and take no longer than others."""
     with pytest.raises(InvalidRequest):
-        read_batch(body, LIMITS, max_requests=10)
+        parse_batch(body, LIMITS, max_requests=10)

@@ -20,7 +20,7 @@ from tests.proxy_fixture import Proxy, serving
 from tests.zstd import zstd_module
 from triton_openai import app
 from triton_openai.api import media_limits, routes
-from triton_openai.api.bodies import FileField, FormRequest, whole
+from triton_openai.api.bodies import FileField, FormRequest, json_reply
 from triton_openai.api.media_limits import Upload, form_of, receiving_audio
 from triton_openai.api.service import Service, begin
 from triton_openai.app import SERVICE
@@ -71,7 +71,7 @@ async def heard_of(service: Service, call: Call[Form], upload: Upload | None) ->
     body = msgspec.structs.asdict(context.body)
     file = body.pop("file")
     complete = file.content == b"\r\n" * 50_000
-    return whole(Heard({**body, "file": [file.name, file.media_type, len(file.content), complete]}))
+    return json_reply(Heard({**body, "file": [file.name, file.media_type, len(file.content), complete]}))
 
 
 async def listen(service: Service, call: Call[Form]) -> Reply:
@@ -86,7 +86,7 @@ async def count(service: Service, call: Call[Form]) -> Reply:
     async for part in call.body.parts(LARGEST):
         if part.name != "skipped":
             sizes[part.name] = sum([len(piece) async for piece in part.pieces()])
-    return whole(Heard(sizes))
+    return json_reply(Heard(sizes))
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
-from triton_openai.api.messages.message_events import MessageEvents, envelope, stop_of
+from triton_openai.api.messages.message_events import MessageEvents, envelope, stop_reason_of
 from triton_openai.api.messages.message_reader import ParsedRequest, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
@@ -482,7 +482,7 @@ def test_stop_reasons() -> None:
         (AnswerState(None), plain, False, (None, None)),
         (AnswerState(None), call, False, ("tool_use", None)),
     ):
-        found: Any = stop_of(progress, parser, limited=limited)  # type: ignore[arg-type]
+        found: Any = stop_reason_of(progress, parser, limited=limited)  # type: ignore[arg-type]
         assert expected == found
 
 

@@ -815,8 +815,9 @@ async def test_leases_have_the_clock_of_the_database(shared: Place, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", partial(float, time.time() + 3600))
             assert {one.runner._claims._holder} == set(await one.files.store.leases.holders())
-            assert await one.files.store.leases.claim("other", 60) is None
-            assert {} == await one.files.store.leases.end_expired_parts()
+            now = (await one.files.store.leases.overview("other")).clock
+            assert await one.files.store.leases.claim("other", 60, now=now) is None
+            assert {} == await one.files.store.leases.end_expired_parts(now)
         one.host.may_answer.set()
         assert 20 == (await one.ended(batch)).succeeded
 

@@ -126,11 +126,11 @@ async def test_lines_that_are_given_back_wait_for_any_process(tmp_path: Path) ->
     async with process(tmp_path) as one:
         batch = await _with_surplus(one)
         running = one.runner._batches[batch.id]
-        numbers = [line.number for line in running.claimed()]
+        numbers = [line.number for line in running.idle_lines()]
         lines = one.files.store.lines
         await lines.mark_running(running.part, numbers)
         await lines.give_back(running.part, numbers)
-        assert [] == await lines.claimed(running.part)
+        assert [] == await lines.unfinished_in(running.part)
         one.host.busy = False
         running.drop(numbers)
         assert 200 == (await one.ended(batch)).succeeded
@@ -482,7 +482,7 @@ async def test_lines_of_a_batch_that_another_process_has(tmp_path: Path) -> None
     async with process(tmp_path) as one:
         one.host.stopping = True
         batch = await one.batch(NAMES)
-        leased = await one.files.store.leases.claim("h", 60)
+        leased = await one.files.store.leases.claim("h", 60, now=time.time())
         assert leased is not None
         await one.files.store.lines.add(leased, [Line(1, 0, 1, "m", 0)])
         with pytest.raises(LeaseLost):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 import structlog
@@ -113,8 +115,9 @@ async def test_a_model_that_is_gone() -> None:
             assert new == (await proxy.models.find(new)).triton_model
 
 
-async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process lists what its first look at Triton finds; of a Triton that comes later, what is being bound."""
+@contextmanager
+def slow_binding() -> Iterator[tuple[asyncio.Event, threading.Event]]:
+    """Yield an event that is set when the first model is being bound, and one that the binding waits for."""
     loop = asyncio.get_running_loop()
     begun = asyncio.Event()
     go_on = threading.Event()
@@ -125,6 +128,12 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
         go_on.wait(120)
         return bind(*arguments, **keywords)
 
+    with patch.object(Binder, "bind_with_variants", bind_slowly):
+        yield begun, go_on
+
+
+async def test_a_list_waits_for_the_models_that_triton_has() -> None:
+    """A new process lists what its first look at Triton finds; of a Triton that comes later, what is being bound."""
     async with (
         FakeTriton(config_of("m")) as triton,
         serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
@@ -134,32 +143,20 @@ async def test_a_list_waits_for_the_models_that_triton_has(monkeypatch: pytest.M
 
         models = proxy.models
         models.served = {}
-        monkeypatch.setattr(Binder, "bind_with_variants", bind_slowly)
-        binding = asyncio.create_task(models.apply_settings(Settings(), reload=False))
-        await begun.wait()
-        waiting = asyncio.create_task(models.listed())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        go_on.set()
-        assert ["m"] == list(await waiting)
-        await binding
+        with slow_binding() as (begun, go_on):
+            binding = asyncio.create_task(models.apply_settings(Settings(), reload=False))
+            await begun.wait()
+            waiting = asyncio.create_task(models.listed())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            go_on.set()
+            assert ["m"] == list(await waiting)
+            await binding
 
 
 @every_case("name, model", [("omni-moderation-latest", "classifier"), ("m:french", "m")])
-async def test_a_name_that_stands_for_what_is_served_waits_for_it(
-    name: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_that_stands_for_what_is_served_waits_for_it(name: str, model: str) -> None:
     """A process that has just started finds the classifier that moderates, and the model of an unlisted adapter."""
-    loop = asyncio.get_running_loop()
-    begun = asyncio.Event()
-    go_on = threading.Event()
-    bind = Binder.bind_with_variants
-
-    def bind_slowly(*arguments: Any, **keywords: Any) -> Any:
-        loop.call_soon_threadsafe(begun.set)
-        go_on.wait(120)
-        return bind(*arguments, **keywords)
-
     classifier = config_of("classifier", inputs=("text BYTES 1",), outputs=("logits FP32 3",), backend="python")
     labels = ModerationSettings(labels={"1": "hate"})
     settings = Settings(api=ApiSettings(lora_separator=":"), models={"classifier": ModelSettings(moderation=labels)})
@@ -169,8 +166,7 @@ async def test_a_name_that_stands_for_what_is_served_waits_for_it(
             models = proxy.models
             await models.find("m")
             models.served = {}
-            with monkeypatch.context() as patch:
-                patch.setattr(Binder, "bind_with_variants", bind_slowly)
+            with slow_binding() as (begun, go_on):
                 binding = asyncio.create_task(models.apply_settings(settings, reload=False))
                 await begun.wait()
                 finding = asyncio.create_task(models.find(name))

@@ -13,10 +13,11 @@ import pytest
 from bench.parsers import CALLS
 from tests.cases import every_case
 from tests.unit.parsers.test_tools import merge
+from tests.unit.parsers.test_tools_in_parts import assert_chosen
 from triton_openai.cli.parse_answer import parse_answer
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, choose, detect
+from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from triton_openai.parsers.tools.format import built_in_formats, read_format
 from triton_openai.parsers.tools.tool_parser import ToolParser
 
@@ -136,7 +137,7 @@ def test_new_formats_of_reasoning(name: str, reasoning: str, prompt: str, text: 
 ])  # fmt: skip
 def test_new_formats_are_recognised(template: str, tools: str, reasoning: str | None) -> None:
     """The markers of a chat template show its formats."""
-    assert (tools, reasoning) == detect(template)
+    assert_chosen(template, tools, reasoning)
 
 
 #: A format of each notation, and a call in it.

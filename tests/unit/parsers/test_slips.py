@@ -313,7 +313,7 @@ def test_numbers_and_comments_are_literals(text: str, value: float) -> None:
     tools: dict[str, Any] = {"g": {"type": "object", "properties": {"n": {"type": "number"}}}}
     (call,) = tolerant.read(text, tools, ended=True, cut=False, name="g").calls
     assert {"n": value} == call.arguments
-    assert {"literals"} == call.kinds
+    assert {"literals"} == call.repairs
 
 
 def test_a_reading_has_a_maximum_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,11 +377,11 @@ VALUES = st.recursive(
 
 @given(arguments=st.dictionaries(st.text(max_size=4), VALUES, max_size=4), share=st.floats(0, 1))
 @settings(deadline=None)
-def test_completion(arguments: dict[str, Any], share: float) -> None:
+def test_missing_rest(arguments: dict[str, Any], share: float) -> None:
     """What makes the beginning of a text one of the arguments does so, wherever it ends but within an escape."""
     text = json_text.dump(arguments)
     begun = text[: round(share * len(text))]
-    rest = tolerant.completion(begun, arguments)
+    rest = tolerant.missing_rest(begun, arguments)
     if rest is None:
         assert (
             begun.rstrip('"u0123456789abcdef').endswith("\\") or begun[-1:] in "-0123456789abcdefghijklmnopqrstuvwxyz"
@@ -390,10 +390,10 @@ def test_completion(arguments: dict[str, Any], share: float) -> None:
         assert arguments == json.loads(begun + rest)
 
 
-def test_no_completion() -> None:
-    """Arguments that do not begin so have no completion."""
+def test_no_missing_rest() -> None:
+    """Arguments that do not begin so have no rest."""
     for begun in ('{"b', '{"a": "y', '{"a": "x", "b', '["', "{}"):
-        assert tolerant.completion(begun, {"a": "x"}) is None
+        assert tolerant.missing_rest(begun, {"a": "x"}) is None
 
 
 def test_an_unrepaired_call_in_a_stream() -> None:

@@ -86,7 +86,7 @@ def test_a_part_of_a_text_has_the_tokens_that_are_kept(
     # The same text again and again, with words in between; where the cut is found moves with the shift.
     once = "".join(pieces) + "".join(words) + "x" * shift + " and so it goes on and on. "
     text = once * (14_000 // len(once))
-    part = tokenizer.part(text, tokens, side)
+    part = tokenizer.cut_roughly(text, tokens, side)
 
     assert text.endswith(part) if side == "left" else text.startswith(part)
     assert len(part) < len(text)

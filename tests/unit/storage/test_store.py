@@ -581,7 +581,10 @@ async def test_a_pooler_in_transaction_mode(pgbouncer: Callable[[], str]) -> Non
         *(batches[place % 2].batches.add(batch, max_open=99, max_total=10**9) for place, batch in enumerate(made))
     )
     assert ["added"] * 12 == added
-    claimed = await asyncio.gather(*(batches[place % 2].leases.claim(f"holder-{place}", 60.0) for place in range(12)))
+    now = time.time()
+    claimed = await asyncio.gather(
+        *(batches[place % 2].leases.claim(f"holder-{place}", 60.0, now=now) for place in range(12))
+    )
     assert 12 == len({batch.id for batch in claimed if batch is not None})
     first = claimed[0]
     assert first is not None

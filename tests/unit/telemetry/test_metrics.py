@@ -466,7 +466,7 @@ def test_tokens_and_refusals_of_keys() -> None:
 
     def seen(key: str | None, error: ServiceError | None = None) -> None:
         record = RequestRecord(request_id="r", method="POST", path="/", key=key)
-        record.status, record.ended, record.error = 200 if error is None else error.status, record.began, error
+        record.status, record.error = 200 if error is None else error.status, error
         if error is None:
             record.identify("chat", model="m", adapter="a")
             metrics.identified(record)

@@ -56,14 +56,14 @@ class _Envelope(msgspec.Struct):
 _decode_params = msgspec.json.Decoder(_Params).decode
 
 
-class MessageBatchBody(msgspec.Struct, frozen=True):
+class ParsedBatch(msgspec.Struct, frozen=True):
     """The requests of a batch, and the models that they ask."""
 
     requests: list[BatchedMessage]
     models: set[str]
 
 
-def read_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> MessageBatchBody:
+def parse_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> ParsedBatch:
     """
     Return the requests in *body*, and their models. Takes long, and runs in a thread.
 
@@ -97,7 +97,7 @@ def read_batch(body: bytes, limits: LimitSettings, *, max_requests: int) -> Mess
         names.add(request.custom_id)
         models.add(params.model)
         requests.append(request)
-    return MessageBatchBody(requests, models)
+    return ParsedBatch(requests, models)
 
 
 def _params(request: BatchedMessage) -> _Params:

@@ -1,4 +1,4 @@
-"""``/v1/messages/batches``: Anthropic's Message Batches, on the engine of OpenAI's."""
+"""``/v1/messages/batches``: Anthropic's Message Batches, which the runner of OpenAI's batches runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 
 from triton_openai import errors, offload
 from triton_openai.api.batches import add, cancel_batch, find_batch, proofs_of
-from triton_openai.api.bodies import new_id, whole
+from triton_openai.api.bodies import json_reply, new_id
 from triton_openai.api.lines import check_model
-from triton_openai.api.messages.batch_body import BatchedMessage, read_batch
+from triton_openai.api.messages.batch_body import BatchedMessage, parse_batch
 from triton_openai.api.messages.message_events import add_request_id
 from triton_openai.api.paging import Page, fetch_page, message_page_query
 from triton_openai.api.service import Service
@@ -77,7 +77,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
     opened = proofs_of(service, call, _PATH, batch_id)
     data = call.body
     call.record.body_size = len(data)
-    read = partial(read_batch, data, service.settings.limits, max_requests=service.settings.batches.max_requests)
+    read = partial(parse_batch, data, service.settings.limits, max_requests=service.settings.batches.max_requests)
     body = await offload.run(read, cost=_SPLIT * len(data))
     for model in body.models:
         await check_model(service, _PATH, await service.find_model(model, call.key))
@@ -105,7 +105,7 @@ async def create(service: Service, call: Call[bytes]) -> Reply:
         with suppress(errors.ServiceError):
             await asyncio.shield(_undo(files, batch))
         raise
-    return whole(_batch_object(batch))
+    return json_reply(_batch_object(batch))
 
 
 async def _undo(files: Files, batch: Batch) -> None:
@@ -147,12 +147,12 @@ async def _batch(service: Service, call: Call[None]) -> Batch:
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a batch of messages as it is now."""
-    return whole(_batch_object(await _batch(service, call)))
+    return json_reply(_batch_object(await _batch(service, call)))
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
     """Cancel a batch of messages. Requests that run may end, others do not start."""
-    return whole(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
+    return json_reply(_batch_object(await cancel_batch(service, call, await _batch(service, call))))
 
 
 async def delete(service: Service, call: Call[None]) -> Reply:
@@ -166,7 +166,7 @@ async def delete(service: Service, call: Call[None]) -> Reply:
         await files.delete(file)
     # Last: if anything of it fails, the client can try again.
     await files.store.batches.delete(batch.id)
-    return whole(DeletedMessageBatch(id=batch.id))
+    return json_reply(DeletedMessageBatch(id=batch.id))
 
 
 async def results(service: Service, call: Call[None]) -> Reply:

@@ -34,7 +34,7 @@ def message_usage(progress: AnswerState) -> types.MessageUsage:
     )
 
 
-def stop_of(
+def stop_reason_of(
     progress: AnswerState, parser: AnswerParser, *, limited: bool
 ) -> tuple[types.StopReason | None, str | None]:
     """
@@ -89,7 +89,7 @@ class MessageEvents(EventRenderer):
     #: Reads the text.
     parser: AnswerParser
     _: KW_ONLY
-    #: See :func:`stop_of`.
+    #: See :func:`stop_reason_of`.
     limited: bool
     #: Whether thoughts are in the signatures of their blocks.
     omits_thinking: bool
@@ -125,7 +125,7 @@ class MessageEvents(EventRenderer):
     @property
     def message(self) -> types.MessageObject:
         """The whole message."""
-        return self._message(*stop_of(self.run.progress, self.parser, limited=self.limited))
+        return self._message(*stop_reason_of(self.run.progress, self.parser, limited=self.limited))
 
     def keep_alive(self) -> bytes:
         return self.opening() + _event(types.MessageEvent(type="ping"))
@@ -141,7 +141,7 @@ class MessageEvents(EventRenderer):
         """Return why the message ended, and its end; or the *error*."""
         if error is not None:
             return event("error", envelope(error, self.request_id))
-        reason, sequence = stop_of(self.run.progress, self.parser, limited=self.limited)
+        reason, sequence = stop_reason_of(self.run.progress, self.parser, limited=self.limited)
         delta = types.BlockDelta(stop_reason=reason, stop_sequence=sequence)
         ended = types.MessageEvent(type="message_delta", delta=delta, usage=message_usage(self.run.progress))
         return _event(ended) + _event(types.MessageEvent(type="message_stop"))
@@ -221,7 +221,7 @@ _MODEL_PATHS = re.compile(r"(/v1)?/models(/.*)?", re.DOTALL)
 
 
 class AnthropicError(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong: its class, and a sentence."""
+    """What went wrong, as the ``error`` of an envelope: its type, and a sentence."""
 
     type: str
     message: str
@@ -235,23 +235,23 @@ class AnthropicEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-def asks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+def is_anthropic_request(path: str, headers: Mapping[str, str]) -> bool:
     """Return whether a request is of Anthropic's API, which shares the paths of the models with OpenAI's."""
     if _PATHS.fullmatch(path):
         return True
     return "anthropic-version" in headers and _MODEL_PATHS.fullmatch(path) is not None
 
 
-def status_of(kind: type[ServiceError]) -> int:
-    """Return the status of errors of *kind*."""
+def anthropic_status(kind: type[ServiceError]) -> int:
+    """Return the status that Anthropic's API has for errors of *kind*."""
     busy = issubclass(kind, Overloaded | ServiceOverloaded) and not issubclass(kind, RateLimited)
     if busy:
         return OVERLOADED
     return kind.status
 
 
-def type_of(status: int) -> str:
-    """Return the type of errors with *status*."""
+def anthropic_error_type(status: int) -> str:
+    """Return the type that Anthropic's API has for errors with *status*."""
     known = _TYPES.get(status)
     if known is not None:
         return known
@@ -270,7 +270,7 @@ def envelope(error: ServiceError, request_id: str) -> bytes:
         message = f"prompt is too long: {message}"
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    kind = type_of(status_of(type(error)))
+    kind = anthropic_error_type(anthropic_status(type(error)))
     return _encode(AnthropicEnvelope(error=AnthropicError(type=kind, message=message), request_id=request_id))
 
 
@@ -283,7 +283,7 @@ def error_body(
     path: str, headers: Mapping[str, str], record: RequestRecord, error: ServiceError
 ) -> tuple[int, bytes] | None:
     """Return the status and the body of *error* for a request of Anthropic's API; ``None`` for other requests."""
-    if not asks_anthropic(path, headers):
+    if not is_anthropic_request(path, headers):
         return None
     add_request_id(record)
-    return status_of(type(error)), envelope(error, record.request_id)
+    return anthropic_status(type(error)), envelope(error, record.request_id)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import new_id, report_ignored, whole
+from triton_openai.api.bodies import json_reply, new_id, report_ignored
 from triton_openai.api.conversation import Conversation, prepare_chat
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents, add_request_id
@@ -32,7 +32,7 @@ async def create(service: Service, call: Call[types.MessagesRequest]) -> Reply:
 async def count_tokens(service: Service, call: Call[types.CountTokensRequest]) -> Reply:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
     context = await _conversation(service, call)
-    return whole(types.TokenCount(input_tokens=await agents.count_tokens(context)))
+    return json_reply(types.TokenCount(input_tokens=await agents.count_tokens(context)))
 
 
 async def _conversation(service: Service, call: Call[_Body]) -> RequestContext[Conversation]:
@@ -76,7 +76,7 @@ async def _answer(context: RequestContext[Conversation], *, omits_thinking: bool
     if options.stream:
         return await context.stream(prepared.runs, events)
     await agents.feed_renderer(events, run, timeout=context.limits.total)
-    return whole(events.message)
+    return json_reply(events.message)
 
 
 async def list_models(service: Service, call: Call[None]) -> Reply:
@@ -93,7 +93,7 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
     data = [describe(models, name) for name in names[:limit]]
     if before:
         data.reverse()
-    return whole(types.ModelPage.of(data, more=len(names) > limit))
+    return json_reply(types.ModelPage.of(data, more=len(names) > limit))
 
 
 def describe(models: Models, name: str) -> types.ModelInfo:

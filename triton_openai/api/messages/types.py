@@ -35,7 +35,7 @@ class Base64SourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="base
 
 
 class UrlSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
-    """Where a file is."""
+    """A file at a URL."""
 
     url: str
 
@@ -53,7 +53,7 @@ class ImageBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="image"
 
 
 class ContentSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="content"):
-    """Texts and images."""
+    """A document of texts and images."""
 
     content: str | Annotated[list[TextBlock | ImageBlockParam], Meta(max_length=_MAX_BLOCKS)]
 
@@ -251,7 +251,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
     """
-    The tokens; where nobody counts, an estimate from the texts.
+    The tokens of a message; an estimate from the texts where no count is known.
 
     ``input_tokens`` are those that did not come from the backend's cache. What is not known is null.
     """

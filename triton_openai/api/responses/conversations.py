@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
-from triton_openai.api.bodies import now, whole
+from triton_openai.api.bodies import json_reply, now
 from triton_openai.api.paging import is_id
 from triton_openai.api.responses.event_log import LEASE_SECONDS, RENEW_SECONDS
 from triton_openai.api.responses.items import rows_of
@@ -72,7 +72,7 @@ async def find(state: ResponseStore, conversation_id: str, owner: str) -> tuple[
 
 
 @asynccontextmanager
-async def claimed(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
+async def lock_conversation(made: StoredResponse, conversation_id: str) -> AsyncIterator[None]:
     """Lock a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
     store = made.state.store()
     owner = made.owner
@@ -122,7 +122,7 @@ async def _rows(call: Call[Any], items: Sequence[Item]) -> Sequence[Row]:
     return await offload.run(rows, cost=offload.json_cost(call.record.body_size or 0))
 
 
-def check_kept(service: Service, key: ApiKey) -> None:
+def check_store(service: Service, key: ApiKey) -> None:
     """Raise :class:`UnsupportedParameter` if the service stores no responses."""
     service.responses.store()
 
@@ -135,12 +135,12 @@ async def create(service: Service, call: Call[ConversationRequest]) -> Reply:
     responses.check_room(0, 0, rows)
     made = ConversationObject(id=f"conv_{token_hex(16)}", created_at=now(), metadata=body.metadata or {})
     await responses.store().put(made.id, call.key.name, msgspec.json.encode(made), 0, rows=rows)
-    return whole(made)
+    return json_reply(made)
 
 
 async def retrieve(service: Service, call: Call[None]) -> Reply:
     """Return a conversation, without its items."""
-    return whole(await _conversation(service, call))
+    return json_reply(await _conversation(service, call))
 
 
 async def update(service: Service, call: Call[ConversationUpdate]) -> Reply:
@@ -152,20 +152,20 @@ async def update(service: Service, call: Call[ConversationUpdate]) -> Reply:
     if not await responses.store().put(conversation.id, owner, msgspec.json.encode(conversation), version):
         # The last writer wins, unless the conversation was deleted meanwhile.
         await find(responses, conversation.id, owner)
-    return whole(conversation)
+    return json_reply(conversation)
 
 
 async def delete(service: Service, call: Call[None]) -> Reply:
     """Delete a conversation with its items."""
     conversation = await _conversation(service, call)
     await service.responses.store().delete(conversation.id)
-    return whole(Deleted(id=conversation.id, object="conversation.deleted"))
+    return json_reply(Deleted(id=conversation.id, object="conversation.deleted"))
 
 
 async def list_items(service: Service, call: Call[None]) -> Reply:
     """List the items of a conversation."""
     conversation = await _conversation(service, call)
-    return whole(await page_of(service, call, conversation.id, "items"))
+    return json_reply(await page_of(service, call, conversation.id, "items"))
 
 
 async def add_items(service: Service, call: Call[NewItems]) -> Reply:
@@ -180,7 +180,7 @@ async def add_items(service: Service, call: Call[NewItems]) -> Reply:
         if stored.get(item, row.data) != row.data:
             raise errors.InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
     await responses.extend(conversation.id, owner, rows)
-    return whole(list_of(rows))
+    return json_reply(list_of(rows))
 
 
 def _unknown(item_id: str) -> errors.ObjectNotFound:
@@ -205,4 +205,4 @@ async def delete_item(service: Service, call: Call[None]) -> Reply:
     item_id = call.path["item"]
     if not is_id(item_id) or not await service.responses.store().delete_row(conversation.id, item_id):
         raise _unknown(item_id)
-    return whole(conversation)
+    return json_reply(conversation)

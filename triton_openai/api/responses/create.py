@@ -13,7 +13,7 @@ import msgspec
 from triton_openai import errors, offload
 from triton_openai.answer.run import Run
 from triton_openai.api import agents
-from triton_openai.api.bodies import check_texts, now, report_ignored, whole
+from triton_openai.api.bodies import check_texts, json_reply, now, report_ignored
 from triton_openai.api.conversation import Conversation, PreparedChat
 from triton_openai.api.responses import background
 from triton_openai.api.responses.compaction import (
@@ -24,7 +24,7 @@ from triton_openai.api.responses.compaction import (
     summary_limit,
 )
 from triton_openai.api.responses.context_window import answer_within_context, prepare_fitting
-from triton_openai.api.responses.conversations import claimed
+from triton_openai.api.responses.conversations import lock_conversation
 from triton_openai.api.responses.item_renderer import response_event
 from triton_openai.api.responses.items import InputResolver, input_items, too_long_error
 from triton_openai.api.responses.objects import (
@@ -143,7 +143,7 @@ async def _conversation(
     response = made.response
     async with AsyncExitStack() as stack:
         if response.conversation is not None:
-            await stack.enter_async_context(claimed(made, response.conversation["id"]))
+            await stack.enter_async_context(lock_conversation(made, response.conversation["id"]))
         request = await _read(context, made)
         conversation = request.conversation
         context.record.parameters = conversation.options
@@ -221,7 +221,7 @@ async def _answer(context: RequestContext[Conversation], *, made: StoredResponse
             return await context.stream(prepared.runs, events)
         await agents.feed_renderer(events, prepared.runs[0], timeout=context.limits.total)
         await events.ended(None)
-        return whole(made.response)
+        return json_reply(made.response)
 
     return await answer_within_context(context, request, made.response.id, answer)
 
@@ -322,7 +322,7 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
             del made.state.beginning[made.owner]
     if context.body.stream:
         return await background.ResumedEvents(made, -1).send(context.call.output)
-    return whole(made.response)
+    return json_reply(made.response)
 
 
 async def _prepare_for_later(
@@ -369,7 +369,9 @@ async def compact(service: Service, call: Call[CompactRequest]) -> Reply:
     own = [msgspec.json.decode(row.data, type=Item) for row in made.input[:-1]]
     kept = [item for item in [*request.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
-    return whole(CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage))
+    return json_reply(
+        CompactedResponse(id=response.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
+    )
 
 
 async def refuse_get(service: Service, call: Call[None]) -> Reply:
@@ -382,4 +384,4 @@ async def count_tokens(service: Service, call: Call[ResponsesRequest]) -> Reply:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
     context = await begin(service, call, read_as_chat=True)
     async with _conversation(context, _begun(context)) as (asked, _):
-        return whole(InputTokens(input_tokens=await agents.count_tokens(asked)))
+        return json_reply(InputTokens(input_tokens=await agents.count_tokens(asked)))

@@ -212,11 +212,6 @@ class OutputCompaction(msgspec.Struct, kw_only=True, tag_field="type", tag="comp
     id: str = ""
     encrypted_content: str
 
-    @property
-    def status(self) -> ItemStatus:
-        """How it ended."""
-        return "completed"
-
 
 OpenItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
 OutputItem: TypeAlias = OpenItem | OutputCompaction

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from triton_openai import errors
-from triton_openai.api.bodies import whole
+from triton_openai.api.bodies import json_reply
 from triton_openai.api.paging import page_query, unknown_id_error
 from triton_openai.api.responses.background import ResumedEvents
 from triton_openai.api.responses.objects import Deleted, Item, ItemList
@@ -34,8 +34,8 @@ async def retrieve(service: Service, call: Call[Retrieval]) -> Reply:
     stored = await _stored(service, call)
     if not _wants_stream(call):
         if stored.log is not None and stored.running:
-            return whole(stored.log.shown)
-        return whole(stored.response)
+            return json_reply(stored.log.shown)
+        return json_reply(stored.response)
     if not stored.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
@@ -65,7 +65,7 @@ async def delete(service: Service, call: Call[None]) -> Reply:
     await stored.state.store().delete(stored.response.id, bridged=True)
     if stored.log is not None:
         await stored.log.stop()
-    return whole(Deleted(id=stored.response.id, object="response"))
+    return json_reply(Deleted(id=stored.response.id, object="response"))
 
 
 async def cancel(service: Service, call: Call[None]) -> Reply:
@@ -78,7 +78,7 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
                 "Only responses that are made in the background can be cancelled.", param="response_id"
             )
         if not stored.running:
-            return whole(response)
+            return json_reply(response)
         if stored.log is not None:
             await stored.log.stop()
         else:
@@ -90,7 +90,7 @@ async def cancel(service: Service, call: Call[None]) -> Reply:
 async def list_input(service: Service, call: Call[None]) -> Reply:
     """List the items of a response's own input."""
     stored = await _stored(service, call)
-    return whole(await page_of(service, call, stored.response.id, "input"))
+    return json_reply(await page_of(service, call, stored.response.id, "input"))
 
 
 async def page_of(service: Service, call: Call[Any], key: str, name: str, order: str = "desc") -> ItemList:

@@ -36,7 +36,9 @@ class BraceCalls(MarkedCalls):
         name = yield from self._name()
         yield from reader.literal("{")
         self._start_call(name)
-        yield from _Values(reader, self.quotes).members(self._output.arguments, self._output.ending, types=self._types)
+        output = self._output
+        values = _Values(reader, self.quotes)
+        yield from values.members(output.arguments, output.arguments_to_confirm, types=self._types)
         self._end_call()
         if self.closing:
             yield from self._close(self.closing)

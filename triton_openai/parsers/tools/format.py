@@ -7,7 +7,7 @@ Formats of tool calls as data: markers, order and quoting, by which one of a few
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -269,8 +269,3 @@ def built_in_formats() -> Mapping[str, ToolFormat]:
 def built_in_parser(name: str) -> type[ToolParser]:
     """Return the class of the parsers for the built-in format *name*."""
     return built_in_formats()[name].parser(name)
-
-
-def names() -> Sequence[str]:
-    """Return the names of the built-in formats that data describes."""
-    return list(built_in_formats())

@@ -119,7 +119,7 @@ class Harmony(CallGrammar):
             return ""
         end = yield from self._reader.literal(*_ENDS)
         self._start_call(name)
-        self._output.ending("{}")
+        self._output.arguments_to_confirm("{}")
         self._end_call()
         return end
 

@@ -79,7 +79,7 @@ class JsonCalls(ListedCalls):
                 return early.append, early.append, None
             self._start_call(name)
             started = True
-            return self._output.arguments, self._output.ending, self._types
+            return self._output.arguments, self._output.arguments_to_confirm, self._types
 
         def whole(text: str) -> None:
             """Take arguments that were read as a whole."""

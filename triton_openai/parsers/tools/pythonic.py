@@ -38,13 +38,13 @@ class Pythonic(ListedCalls):
                 raise Malformed
             if not separator:
                 self._start_call(name)
-                output.ending(f"{{{quote(key)}: ")
+                output.arguments_to_confirm(f"{{{quote(key)}: ")
             else:
                 # The key confirms the value before it.
                 output.arguments(f"{separator}{quote(key)}: ")
-            yield from literals.member(key, output.arguments, output.ending, self._types)
+            yield from literals.member(key, output.arguments, output.arguments_to_confirm, self._types)
             separator = ", "
         if not separator:
             self._start_call(name)
-        output.ending("}" if separator else "{}")
+        output.arguments_to_confirm("}" if separator else "{}")
         self._end_call()

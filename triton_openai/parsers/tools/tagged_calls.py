@@ -38,7 +38,7 @@ class TaggedCalls(MarkedCalls):
 
     def _finish(self) -> None:
         """End the call."""
-        self._output.ending("}" if self._separator == ", " else "{}")
+        self._output.arguments_to_confirm("}" if self._separator == ", " else "{}")
         self._end_call()
 
     def _key(self, characters: re.Pattern[str]) -> Step[str]:
@@ -73,11 +73,11 @@ class TaggedCalls(MarkedCalls):
         if (is_text and (not types or "string" in types)) or self._parameters.is_text(key):
             output.arguments(prefix + '"')
             end = yield from self._marker(ends, lambda piece: output.arguments(escape(piece)))
-            output.ending('"')
+            output.arguments_to_confirm('"')
         else:
             parts: list[str] = []
             end = yield from self._marker(ends, parts.append)
-            output.ending(prefix + self._parameters.value(key, "".join(parts)))
+            output.arguments_to_confirm(prefix + self._parameters.value(key, "".join(parts)))
         if end in doubts and self._called in self.tools:
             raise Malformed
         return end

@@ -269,9 +269,9 @@ class CallGrammar(Grammar, ToolParser):
             first, *others = calls.calls
             rest = None
             if first.name == self._called:
-                rest = tolerant.completion(output.passed_on(), first.arguments)
+                rest = tolerant.missing_rest(output.passed_on(), first.arguments)
             if rest is not None:
-                self.repairs[output.calls - 1] = first.kinds
+                self.repairs[output.calls - 1] = first.repairs
                 output.replace_waiting(rest)
                 output.confirm()
                 self._pass_on(others)
@@ -280,7 +280,7 @@ class CallGrammar(Grammar, ToolParser):
 
     def _pass_on(self, calls: Sequence[tolerant.Call]) -> None:
         for call in calls:
-            self.repairs[self._output.calls] = call.kinds
+            self.repairs[self._output.calls] = call.repairs
             self._output.start(partial(self._id_of, call), call.name)
             self._output.arguments(json_text.dump(call.arguments))
 
@@ -353,7 +353,7 @@ class CallGrammar(Grammar, ToolParser):
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
-        yield from json_text.value(self._reader, self._output.arguments, self._output.ending, self._types)
+        yield from json_text.value(self._reader, self._output.arguments, self._output.arguments_to_confirm, self._types)
         self._end_call()
 
     def _name(self) -> Step[str]:

@@ -20,7 +20,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
 from tests.unit.prompts.test_template_support import save
-from triton_openai.api.responses.conversations import ConversationObject, claimed
+from triton_openai.api.responses.conversations import ConversationObject, lock_conversation
 from triton_openai.api.responses.items import InputResolver
 from triton_openai.api.responses.objects import INTERRUPTED, OutputMessage, OutputText, ResponseObject
 from triton_openai.api.responses.stored import RecentResponses, ResponseStore, StoredResponse
@@ -175,7 +175,7 @@ async def test_one_response_at_a_time_in_a_conversation(state: ResponseStore) ->
 
     def hold(number: int, owner: str = "me") -> AbstractAsyncContextManager[None]:
         response = ResponseObject(id=f"resp_{number}", created_at=1, model="m", reasoning={}, text={})
-        return claimed(StoredResponse(state, owner, response), conversation)
+        return lock_conversation(StoredResponse(state, owner, response), conversation)
 
     async with hold(1):
         with pytest.raises(ConversationBusy):

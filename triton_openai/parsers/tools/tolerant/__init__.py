@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_openai.parsers.tools.tolerant.calls import Call, CallReader, Calls
-from triton_openai.parsers.tools.tolerant.completion import completion
 from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.missing_rest import missing_rest
 from triton_openai.parsers.tools.tolerant.request_tools import RequestTools
 from triton_openai.parsers.tools.tolerant.scanner import Incomplete, Scanner, StepBudget, Unreadable
 from triton_openai.parsers.tools.tolerant.state import CallState, Options
 
-__all__ = ["Call", "Calls", "Incomplete", "Unreadable", "completion", "read"]
+__all__ = ["Call", "Calls", "Incomplete", "Unreadable", "missing_rest", "read"]
 
 
 def read(

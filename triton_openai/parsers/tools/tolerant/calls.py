@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.parsers.tools import names
-from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.context import Context, ContextReader
 from triton_openai.parsers.tools.tolerant.keys import NAME
 from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
 from triton_openai.parsers.tools.tolerant.scanner import CALL_TAG, FENCE, OPENING, Unreadable
@@ -43,8 +43,8 @@ class Call(msgspec.Struct, frozen=True):
     name: str
     written: str
     arguments: Mapping[str, Any]
-    #: What was repaired.
-    kinds: frozenset[str]
+    #: The kinds of its repairs.
+    repairs: frozenset[str]
     #: The id that the model wrote in a place of its own.
     id: str | None = None
 
@@ -56,15 +56,11 @@ class Calls(msgspec.Struct, frozen=True):
     end: int
 
 
-class CallReader:
+class CallReader(ContextReader):
     """Reads calls."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self._scanner = context.scanner
-        self._tools = context.tools
-        self._state = context.state
-        self._options = context.options
+        super().__init__(context)
         self._values = ValueReader(context)
         self._tags = TagReader(context, self._values)
 
@@ -200,10 +196,10 @@ class CallReader:
         between = _BEFORE_ARGUMENTS.match(scanner.text, at)
         if between is not None:
             start = between.end()
-        scanner.require(start)
+        scanner.require_lookahead(start)
         scanner.budget.take(start - at)
         if name != written:
-            self._state.repair("name")
+            self._state.record_repair("name")
         if self._options.bare and scanner.text[start : start + 1] not in ("(", "{", "<"):
             raise Unreadable
         arguments, end = self._arguments(name, start)
@@ -213,7 +209,7 @@ class CallReader:
                 raise Unreadable
             name, arguments = known
         if in_tag:
-            self._state.repair("tags")
+            self._state.record_repair("tags")
         call_id = None
         match = _CALL_ID.search(scanner.text, at, start)
         if match is not None:
@@ -223,12 +219,12 @@ class CallReader:
     def _object_calls(self, at: int) -> tuple[Sequence[Call], int]:
         """Read a call that is an object, perhaps with parentheses for its braces, or an object around calls."""
         if self._scanner.text[at] == "(":
-            self._state.repair("brackets")
+            self._state.record_repair("brackets")
         members, end = self._values.call(at)
         wrapped = self._wrapped_calls(members)
         if wrapped is None:
             return [self._call_of(members)], end
-        self._state.repair("notation")
+        self._state.record_repair("notation")
         return [self._call_of(inner) for inner in wrapped], end
 
     def _wrapped_calls(self, members: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
@@ -255,7 +251,7 @@ class CallReader:
         key, name = named
         written = members[key]
         if name != written:
-            self._state.repair("name")
+            self._state.record_repair("name")
         others = {other: value for other, value in members.items() if other != key}
         for argument_key in ARGUMENT_KEYS:
             if argument_key not in others or self._is_argument(others[argument_key], argument_key, name):
@@ -278,7 +274,7 @@ class CallReader:
         read = inner.calls(0)
         if value[read.end :].strip():
             raise Unreadable
-        return [msgspec.structs.replace(call, kinds=call.kinds | {"notation"}) for call in read.calls], end
+        return [msgspec.structs.replace(call, repairs=call.repairs | {"notation"}) for call in read.calls], end
 
     def _call_with_name_as_key(self, members: Mapping[str, Any]) -> Call:
         """Return the call whose only member has the name of a tool as its key, and the arguments as its value."""
@@ -288,7 +284,7 @@ class CallReader:
         name = self._tools.resolve(written)
         if name is None or not isinstance(value, dict):
             raise Unreadable
-        self._state.repair("notation")
+        self._state.record_repair("notation")
         return self._made(name, written, self._typed(value, name))
 
     def _arguments_beside(self, members: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -299,7 +295,7 @@ class CallReader:
             is_complete = bool(required) and required <= arguments.keys()
             if not self._tools.takes(name, arguments) and (self._options.bare or not is_complete):
                 raise Unreadable
-            self._state.repair("notation")
+            self._state.record_repair("notation")
         elif self._options.bare or self._tools.parameters(name).required:
             raise Unreadable
         return arguments
@@ -310,7 +306,7 @@ class CallReader:
             return {}
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
             (value,) = value
-            self._state.repair("notation")
+            self._state.record_repair("notation")
         if isinstance(value, dict):
             return self._typed(value, name)
         if not isinstance(value, str):
@@ -319,13 +315,13 @@ class CallReader:
         if not text:
             return {}
         (call,) = CallReader(self._context.inner(text)).arguments_of(name).calls
-        self._state.repairs |= call.kinds
+        self._state.repairs |= call.repairs
         return call.arguments
 
     def _typed(self, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return *arguments*, which were read without the schema of *name*, in the types of that schema."""
         parameters = self._tools.parameters(name)
-        return {key: self._values.fitting(parameters, key, value) for key, value in arguments.items()}
+        return {key: self._values.converted(parameters, key, value) for key, value in arguments.items()}
 
     def _arguments(self, name: str | None, at: int) -> tuple[Mapping[str, Any], int]:
         """Read arguments in any notation. Return them and the position after them."""
@@ -343,9 +339,9 @@ class CallReader:
             value, end = self._values.value(at, NO_PARAMETERS, "")
             return self._arguments_in(value, name), end
         if scanner.text[at] != "(":
-            self._state.repair("tags")
+            self._state.record_repair("tags")
             return self._tags.read(at, parameters)
-        self._state.repair("brackets")
+        self._state.record_repair("brackets")
         inner = scanner.after_space(at + 1)
         if not scanner.text.startswith("{", inner):
             return self._values.object(at, parameters)

@@ -1,4 +1,4 @@
-"""What the readers of one text share."""
+"""What the readers of one text share, and their base."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ class Context(msgspec.Struct, frozen=True):
             options=Options(cut=self.options.cut, keeps_types=self.options.keeps_types),
             state=CallState(),
         )
+
+
+class ContextReader:
+    """Base of the readers of a text: the parts of its *context*."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._scanner = context.scanner
+        self._tools = context.tools
+        self._options = context.options
+        self._state = context.state

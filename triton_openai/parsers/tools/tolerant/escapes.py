@@ -40,7 +40,7 @@ def unescaped(text: str, state: CallState) -> str:
     if has_invalid and has_ambiguous:
         raise Unreadable
     if has_invalid:
-        state.repair("escapes")
+        state.record_repair("escapes")
     # Pairs of surrogates are one character.
     return result.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.context import ContextReader
 from triton_openai.parsers.tools.tolerant.escapes import unescaped
 from triton_openai.parsers.tools.tolerant.request_tools import CALL_KEYS
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Unreadable
@@ -32,13 +32,8 @@ _BEGINS_CALL = frozenset("{<[")
 NAME = re.compile(r"""(?:call:|function:)?\s{0,64}+["'`]?((?:[^\s<>(){}\[\]"'`,;=|｜]){1,256})["'`]?""")
 
 
-class KeyReader:
+class KeyReader(ContextReader):
     """Reads keys, and decides whether a value ends."""
-
-    def __init__(self, context: Context) -> None:
-        self._scanner = context.scanner
-        self._state = context.state
-        self._options = context.options
 
     def read(self, at: int) -> tuple[str, int]:
         """Return the key at *at*, and where its value begins. Raises :class:`Unreadable`."""
@@ -54,9 +49,9 @@ class KeyReader:
         opening = match[1]
         closing = match[3]
         if opening != closing or opening not in ('"', ""):
-            state.repair("quotes")
+            state.record_repair("quotes")
         if not opening or match[4] != ":":
-            state.repair("notation")
+            state.record_repair("notation")
         level = state.innermost
         if level is not None and not opening and not closing:
             level.has_bare_keys = True

@@ -54,7 +54,7 @@ class RequestTools:
                     return key, name
         return None
 
-    def names_another(self, key: str, value: Any) -> bool:
+    def names_no_tool(self, key: str, value: Any) -> bool:
         """Return whether *key* and *value* in an object name something that is no tool."""
         return key in _NAME_KEYS and isinstance(value, str) and self.resolve(value) is None
 
@@ -75,7 +75,7 @@ class RequestTools:
             self._parameters[name] = Parameters(self._tools[name])
         return self._parameters[name]
 
-    def inner(self, parameters: Parameters, key: str) -> Parameters:
+    def inner_parameters(self, parameters: Parameters, key: str) -> Parameters:
         """Return the parameters of the object that is the value of *key*."""
         if not parameters.has(key):
             return NO_PARAMETERS

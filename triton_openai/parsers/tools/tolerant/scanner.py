@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 
 from triton_openai.parsers.tools.tags import CLOSINGS, MESSAGE_ENDS, OPENINGS
 
-#: The maximum of steps: for each character of a text, in addition to that, and in total. The event loop waits for the
-#: reading: 50 ms at most.
-MAX_STEPS = 10
+# The maximum of steps: for each character of a text, in addition to that, and in total. The event loop waits for the
+# reading: 50 ms at most.
+_STEPS_PER_CHARACTER = 10
 _EXTRA_STEPS = 20_000
 _MAX_TOTAL_STEPS = 100_000
 #: How many characters after a position decide what begins there.
@@ -63,7 +63,7 @@ class StepBudget:
 
     def __init__(self, size: int) -> None:
         """Begin with the budget of a text of *size* characters."""
-        self._remaining = min(MAX_STEPS * size + _EXTRA_STEPS, _MAX_TOTAL_STEPS)
+        self._remaining = min(_STEPS_PER_CHARACTER * size + _EXTRA_STEPS, _MAX_TOTAL_STEPS)
 
     def take(self, count: int = 1) -> None:
         """Subtract *count* steps. Raises :class:`Unreadable` if fewer remain."""
@@ -84,7 +84,7 @@ class Scanner:
         # Where runs of closing tags end, by the position of each tag
         self._ends_of_runs: dict[int, int] = {}
 
-    def require(self, at: int) -> None:
+    def require_lookahead(self, at: int) -> None:
         """Raise :class:`Incomplete` if more text could change what begins at *at*."""
         if not self.ended and at + _LOOKAHEAD > len(self.text):
             raise Incomplete
@@ -100,7 +100,7 @@ class Scanner:
         if match is not None:
             end = match.end()
         self.budget.take(1 + end - at)
-        self.require(end)
+        self.require_lookahead(end)
         return end
 
     def after_commas(self, at: int) -> int:

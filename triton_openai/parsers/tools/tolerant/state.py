@@ -1,4 +1,4 @@
-"""What a reader knows of the call that it reads, beside its text."""
+"""How a text is read, and the state of the call that is being read."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class CallState:
         """Close the innermost object or array."""
         self.levels.pop()
 
-    def repair(self, kind: str) -> None:
+    def record_repair(self, kind: str) -> None:
         """Record a repair."""
         self.repairs.add(kind)
 
-    def guess(self, kind: str) -> None:
+    def record_guess(self, kind: str) -> None:
         """Record a repair that depends on what follows."""
         self.is_guess = True
         self.repairs.add(kind)

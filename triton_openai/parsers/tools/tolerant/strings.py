@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.context import Context, ContextReader
 from triton_openai.parsers.tools.tolerant.escapes import undoubled, unescaped
 from triton_openai.parsers.tools.tolerant.keys import KeyReader
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, CLOSING_TAGS, Incomplete, Unreadable, any_of
@@ -31,13 +31,11 @@ def _stops(closing: str) -> re.Pattern[str]:
     return re.compile(rf"{escape}(?P<end>{re.escape(closing)})|{_CLOSING_BRACKETS_AND_TAG}", re.DOTALL)
 
 
-class StringReader:
+class StringReader(ContextReader):
     """Reads strings."""
 
     def __init__(self, context: Context, keys: KeyReader) -> None:
-        self._scanner = context.scanner
-        self._state = context.state
-        self._options = context.options
+        super().__init__(context)
         self._keys = keys
 
     def delimiter(self, at: int) -> str | None:
@@ -58,9 +56,9 @@ class StringReader:
         body = start + len(delimiter)
         closing = _CLOSING_DELIMITERS.get(delimiter, delimiter)
         if delimiter == "'":
-            state.repair("literals")
+            state.record_repair("literals")
         elif delimiter != '"':
-            state.repair("quotes")
+            state.record_repair("quotes")
         at = body
         quotes = 0
         while True:
@@ -74,7 +72,7 @@ class StringReader:
             at = match.end()
             if match.lastgroup == "escape":
                 continue
-            scanner.require(at)
+            scanner.require_lookahead(at)
             if match.lastgroup == "stop":
                 tag = match.start("tag")
                 behind = scanner.after_closings(tag)
@@ -87,7 +85,7 @@ class StringReader:
             quotes += 1
         text = scanner.text[body : match.start()]
         if quotes:
-            state.guess("quotes")
+            state.record_guess("quotes")
             member = self._next_member(text)
             if member is not None:
                 # Its own quote is missing.
@@ -148,7 +146,7 @@ class StringReader:
             end = self._start_of_last_tags(body)
         text = scanner.text[body:end]
         member = self._next_member(text)
-        state.guess("quotes")
+        state.record_guess("quotes")
         if member is not None:
             self._check_guess(text[:member], closing)
             return unescaped(text[:member].rstrip(), state), body + member

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.parsers.tools.schema import Parameters
-from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.context import Context, ContextReader
 from triton_openai.parsers.tools.tolerant.scanner import (
     CALL_TAG,
     CLOSING,
@@ -69,12 +69,11 @@ class _Tag(msgspec.Struct, frozen=True):
     form: str = ""
 
 
-class TagReader:
+class TagReader(ContextReader):
     """Reads parameters in tags."""
 
     def __init__(self, context: Context, values: ValueReader) -> None:
-        self._scanner = context.scanner
-        self._options = context.options
+        super().__init__(context)
         self._values = values
         # Of the call that is read
         self._parameters = Parameters(None)
@@ -158,7 +157,7 @@ class TagReader:
                     raise Incomplete
                 raise Unreadable
             at = match.end()
-            scanner.require(at)
+            scanner.require_lookahead(at)
             if self._ends(match, tag) and self._continues(at, tag):
                 return scanner.text[tag.start : match.start()], at
 
@@ -190,12 +189,12 @@ class TagReader:
                 if begins_line and self._is_next(parameter[1]):
                     return match.start()
             elif scanner.text.startswith("<arg_key>", tag):
-                scanner.require(tag)
+                scanner.require_lookahead(tag)
                 key = _KEY_TAGS.match(scanner.text, tag)
                 if key is not None and self._is_next(key[2].strip()):
                     return match.start()
             elif is_last or begins_line or not scanner.text.startswith("</", tag):
-                scanner.require(match.end())
+                scanner.require_lookahead(match.end())
                 behind = scanner.after_closings(match.start())
                 if scanner.is_over(behind) or scanner.opens(behind):
                     return match.start()
@@ -258,5 +257,5 @@ class TagReader:
             return text
         value = json.loads(self._parameters.value(tag.key, text))
         if isinstance(value, str):
-            return self._values.nested(value, self._parameters, tag.key)
+            return self._values.parsed_text(value, self._parameters, tag.key)
         return value

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_openai.parsers.tools.schema import Parameters
-from triton_openai.parsers.tools.tolerant.context import Context
+from triton_openai.parsers.tools.tolerant.context import Context, ContextReader
 from triton_openai.parsers.tools.tolerant.keys import KeyReader
 from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
 from triton_openai.parsers.tools.tolerant.scanner import CLOSING_BRACKETS, Incomplete, Unreadable
@@ -31,15 +31,11 @@ _JSON_WORDS = frozenset({"true", "false", "null"})
 _PROGRAM_WORDS = frozenset({"undefined", "NaN", "nan", "Infinity", "-Infinity", "inf"})
 
 
-class ValueReader:
+class ValueReader(ContextReader):
     """Reads values. Each method returns the value and the position after it, or raises :class:`Unreadable`."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self._scanner = context.scanner
-        self._tools = context.tools
-        self._state = context.state
-        self._options = context.options
+        super().__init__(context)
         self._keys = KeyReader(context)
         self._strings = StringReader(context, self._keys)
 
@@ -51,16 +47,16 @@ class ValueReader:
             raise Unreadable
         first = scanner.text[at]
         if first == "{":
-            return self.object(at, self._tools.inner(parameters, key))
+            return self.object(at, self._tools.inner_parameters(parameters, key))
         if first in "[(":
-            return self.array(at, self._tools.inner(parameters, key))
+            return self.array(at, self._tools.inner_parameters(parameters, key))
         delimiter = self._strings.delimiter(at)
         if delimiter is None:
             return self._word(at, parameters, key, of_call=of_call)
         text, end = self._strings.read(at, delimiter)
         if of_call:
             return text, end
-        return self.fitting(parameters, key, text), end
+        return self.converted(parameters, key, text), end
 
     def object(self, at: int, parameters: Parameters) -> tuple[dict[str, Any], int]:
         """Read the object, or the keywords in parentheses, whose opening bracket is at *at*."""
@@ -79,7 +75,7 @@ class ValueReader:
         result: dict[str, Any] = {}
         is_doubled = self._is_doubled(at)
         if is_doubled:
-            self._state.repair("brackets")
+            self._state.record_repair("brackets")
             at = scanner.after_space(at + 1)
         at += 1
         while True:
@@ -93,7 +89,7 @@ class ValueReader:
                     at = self._after_second_brace(at)
                 break
             if scanner.closes(at) or self._is_end_of_array(at):
-                self._state.repair("brackets")
+                self._state.record_repair("brackets")
                 break
             key, at = self._keys.read(at)
             if key in result:
@@ -107,7 +103,7 @@ class ValueReader:
                 result[key], at = self._arguments_of_call(at, result)
             else:
                 result[key], at = self.value(at, level.parameters, key, of_call=of_call)
-            if is_bare_call and self._tools.names_another(key, result[key]):
+            if is_bare_call and self._tools.names_no_tool(key, result[key]):
                 raise Unreadable
         self._state.close()
         return result, at
@@ -143,7 +139,7 @@ class ValueReader:
         at = self._scanner.after_space(at)
         if self._scanner.text.startswith(("{", "("), at):
             if self._scanner.text[at] == "(":
-                self._state.repair("brackets")
+                self._state.record_repair("brackets")
             return self.object(at, self._tools.parameters(name))
         return self.value(at, NO_PARAMETERS, "")
 
@@ -152,7 +148,7 @@ class ValueReader:
         scanner = self._scanner
         self._state.open(Level(False, parameters))
         if scanner.text[at] == "(":
-            self._state.repair("literals")
+            self._state.record_repair("literals")
         items: list[Any] = []
         at += 1
         while True:
@@ -164,7 +160,7 @@ class ValueReader:
                 at += 1
                 break
             if scanner.text[at] == "}" or scanner.closes(at):
-                self._state.repair("brackets")
+                self._state.record_repair("brackets")
                 break
             item, end = self._item(at, parameters)
             if end == at:
@@ -192,19 +188,19 @@ class ValueReader:
             commas += 1
             at = scanner.after_space(at + 1)
         if _COMMENT.search(scanner.text, start, at):
-            self._state.repair("literals")
+            self._state.record_repair("literals")
         closes = scanner.is_over(at) or scanner.text[at] in CLOSING_BRACKETS
         is_extra = commas > 1 or (commas == 1 and (closes or not after_item))
         is_missing = commas == 0 and after_item and not closes
         if is_extra or is_missing:
-            self._state.repair("commas")
+            self._state.record_repair("commas")
         return at
 
     def _add_missing_brackets(self) -> None:
         """Record brackets that are missing at the end of the text."""
         if self._options.cut:
             raise Unreadable
-        self._state.repair("brackets")
+        self._state.record_repair("brackets")
 
     def _word(self, at: int, parameters: Parameters, key: str, *, of_call: bool) -> tuple[Any, int]:
         """Read a value without quotes."""
@@ -216,13 +212,13 @@ class ValueReader:
         types = parameters.types(key)
         if word in _WORDS and (not types or _WORDS[word] is None or types - {"string"}):
             if word not in _JSON_WORDS:
-                state.repair("literals")
+                state.record_repair("literals")
             return _WORDS[word], end
         if _NUMBER.fullmatch(word):
             number = _number(word)
             if _JSON_NUMBER.fullmatch(word) is None:
-                state.repair("literals")
-            return self.fitting(parameters, key, number), end
+                state.record_repair("literals")
+            return self.converted(parameters, key, number), end
         if word.endswith('"') and word.count('"') == 1:
             word = word[:-1]
         if not of_call and "string" not in types:
@@ -233,7 +229,7 @@ class ValueReader:
             raise Unreadable
         if not word or word in _PROGRAM_WORDS or _NO_TEXT.search(word):
             raise Unreadable
-        state.guess("quotes")
+        state.record_guess("quotes")
         return word, end
 
     def _end_of_word(self, at: int) -> int:
@@ -247,7 +243,7 @@ class ValueReader:
             scanner.budget.take(1 + match.end() - searched)
             if scanner.is_over(match.end()) and not scanner.ended:
                 raise Incomplete
-            scanner.require(match.end())
+            scanner.require_lookahead(match.end())
             is_text = not _is_scalar(scanner.text, at, end)
             if self._keys.continues(end, after_text=is_text, certain=is_text):
                 return end
@@ -258,24 +254,24 @@ class ValueReader:
                 # The result is the same for each comma of a run.
                 searched = scanner.after_commas(end)
 
-    def fitting(self, parameters: Parameters, key: str, value: Any) -> Any:
+    def converted(self, parameters: Parameters, key: str, value: Any) -> Any:
         """Return *value* in a type that the schema has, if its text is a value of that type."""
         if self._options.keeps_types or parameters.allows(key, value):
             return value
         types = parameters.types(key)
         if isinstance(value, str):
-            converted = json.loads(parameters.value(key, value))
-            if not isinstance(converted, str):
-                self._state.repair("types")
-                return converted
-            return self.nested(value, parameters, key)
+            decoded = json.loads(parameters.value(key, value))
+            if not isinstance(decoded, str):
+                self._state.record_repair("types")
+                return decoded
+            return self.parsed_text(value, parameters, key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and types == {"string"}:
-            self._state.repair("types")
+            self._state.record_repair("types")
             return json.dumps(value)
         return value
 
-    def nested(self, text: str, parameters: Parameters, key: str) -> Any:
+    def parsed_text(self, text: str, parameters: Parameters, key: str) -> Any:
         """Return the object or the array that the string *text* contains, if the schema has one; else *text*."""
         stripped = text.strip()
         types = parameters.types(key)
@@ -287,7 +283,7 @@ class ValueReader:
         if not inner.scanner.is_over(inner.scanner.after_space(end)):
             raise Unreadable
         self._state.repairs |= inner.state.repairs
-        self._state.repair("types")
+        self._state.record_repair("types")
         return value
 
 

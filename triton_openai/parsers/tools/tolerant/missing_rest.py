@@ -19,8 +19,8 @@ class _Other(Exception):
     """The text is the beginning of another value."""
 
 
-def completion(begun: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the text after which *begun* is the JSON text of *arguments*; ``None`` if there is no such text."""
+def missing_rest(begun: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return what to append to *begun* for the JSON text of *arguments*; ``None`` if *begun* does not begin it."""
     try:
         at, lacking = _value(begun, _after_space(begun, 0), arguments)
     except (_Other, ValueError, RecursionError):
