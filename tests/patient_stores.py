@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from triton_openai.api.responses import background, conversations, event_log, stored
-from triton_openai.storage import batch_tables, store
+from triton_openai.storage import batch_tables, postgresql, store
 
 _SECONDS = 600.0
 
@@ -17,6 +17,7 @@ def _patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SLOW_SECONDS", _SECONDS)
     monkeypatch.setattr(batch_tables, "TIMEOUT", _SECONDS)
     monkeypatch.setattr(batch_tables, "LONG_TIMEOUT", _SECONDS)
+    monkeypatch.setattr(postgresql, "_CONNECT_SECONDS", _SECONDS)
     for module in (background, conversations, event_log, stored):
         monkeypatch.setattr(module, "LEASE_SECONDS", _SECONDS)
     # A renewal would be one write more.

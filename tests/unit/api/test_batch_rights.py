@@ -220,7 +220,7 @@ async def test_limits_hold_for_lines(tmp_path: Path, limits: dict[str, int], clo
         most = 2 if "requests_per_minute" in limits else 1
         async with asyncio.timeout(120):
             while service.asked < most:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.005)
         for _ in range(40):
             await asyncio.sleep(0.005)
         assert service.asked <= most
