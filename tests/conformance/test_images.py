@@ -271,7 +271,8 @@ async def image_host() -> AsyncIterator[Host]:
 @pytest.fixture(autouse=True)
 def _patient_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no fetch end because the machine is busy."""
-    monkeypatch.setitem(fetch.Fetcher.__init__.__kwdefaults__, "timeout", 120.0)
+    made: Any = fetch.Fetcher.__init__
+    monkeypatch.setitem(made.__kwdefaults__, "timeout", 120.0)
 
 
 @asynccontextmanager

@@ -51,7 +51,8 @@ async def test_answers_can_be_read_before_the_end(
 ) -> None:
     """What one request has got is in the next one, in the same order; without asking for it, there is nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    async with Holding(config_of(MODEL)) as triton:
+    triton = Holding(config_of(MODEL))
+    async with triton:
         triton.responses = ({"text_output": "an answer"},)
         settings = settings_of(tmp_path, triton)
         batches = BatchesSettings(store=place.batches, max_running=2, checkpoint=0.01)
