@@ -6,6 +6,7 @@ import base64
 import importlib
 import json
 import math
+import uuid
 from array import array
 
 import msgspec
@@ -94,7 +95,7 @@ async def test_lists_keep_their_order(proxy, model, texts, encoding):
 @every_case("count, batches", [(1, [1]), (64, [64]), (65, [1, 64]), (150, [22, 64, 64])])
 async def test_batches_are_sent_as_batches(proxy, triton, count, batches):
     """A model that batches gets as many texts at a time as it takes."""
-    mark = f"{proxy.transport}-{count}-marked"
+    mark = f"{uuid.uuid4().hex}-marked"
     answer = await proxy.post(PATH, {"model": "text_embedding", "input": [f"{mark} {n}" for n in range(count)]})
 
     assert 200 == answer.status
@@ -105,7 +106,7 @@ async def test_batches_are_sent_as_batches(proxy, triton, count, batches):
 
 async def test_the_tensors_of_a_batch(proxy, triton):
     """The texts are BYTES of shape ``[n, 1]``."""
-    mark = f"{proxy.transport} shape of texts é"
+    mark = f"{uuid.uuid4().hex} shape of texts é"
     await proxy.post(PATH, {"model": "text_embedding", "input": [mark, mark + " two"]})
 
     def found(events):
@@ -118,7 +119,7 @@ async def test_the_tensors_of_a_batch(proxy, triton):
 
 async def test_the_tensors_of_vllm(proxy, triton):
     """vLLM gets one request per text, as JSON, with the unused text that its config requires."""
-    mark = f"{proxy.transport} vllm é"
+    mark = f"{uuid.uuid4().hex} vllm é"
     await proxy.post(PATH, {"model": "vllm_embedding", "input": [mark, mark], "dimensions": 8})
 
     def found(events):

@@ -118,7 +118,8 @@ async def test_a_prompt_that_is_empty(proxy, model, text, endpoint, param, strea
 async def test_a_failure_in_the_stream(proxy, model, endpoint):
     """After the first byte an error is one last event with an error object, and the stream ends without [DONE]."""
     # An ensemble whose engine fails while the first token is still on its way loses that token.
-    prompt = steered(text="one two three four five", fail_at=4, error="out of luck", delay_ms=150)
+    delay = 400 if model.startswith("ensemble") else 150
+    prompt = steered(text="one two three four five", fail_at=4, error="out of luck", delay_ms=delay)
     answer = await ask(proxy, endpoint, model, prompt, max_tokens=9, stream=True)
 
     assert 200 == answer.status

@@ -21,6 +21,7 @@ from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.config.tree import MediaSettings, ModelSettings, Settings
+from triton_openai.media import fetch
 
 pytestmark = in_session_loop
 
@@ -265,6 +266,13 @@ async def image_host() -> AsyncIterator[Host]:
     app.router.add_get("/{rest:.*}", handle)
     async with TestServer(app) as server:
         yield Host(f"{server.host}:{server.port}", asked)
+
+
+@pytest.fixture(autouse=True)
+def _patient_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no fetch end because the machine is busy."""
+    made: Any = fetch.Fetcher.__init__
+    monkeypatch.setitem(made.__kwdefaults__, "timeout", 120.0)
 
 
 @asynccontextmanager

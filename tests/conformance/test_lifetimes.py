@@ -91,7 +91,8 @@ async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
 async def test_a_client_that_leaves_a_short_whole_answer(proxy, triton):
     """vLLM's answer is asked for whole. Over gRPC it ends with its client; over HTTP Triton does not pass that on."""
     if proxy.transport == "grpc":
-        prompt = steered(text="word ", repeat=900, delay_ms=20)
+        # It takes more than a minute, and so does not end before it is stopped.
+        prompt = steered(text="word ", repeat=900, delay_ms=100)
     else:
         prompt = steered(text="word ", repeat=900, first_delay_ms=300)
     limit = new_limit(triton, _short_limits)
@@ -274,13 +275,17 @@ async def test_a_bls_error_after_the_first_token_ends_by_the_silence(triton):
     assert "upstream_silent" == json.loads(answer.events[-1])["error"]["code"]
 
 
-async def test_a_whole_answer_has_a_time_limit(triton):
+async def test_a_whole_answer_has_a_time_limit(triton, clock):
     """A request that does not stream is given up after the configured time, and its work is stopped."""
     mark = uuid.uuid4().hex
-    settings = proxy_settings(triton, "http", request_timeout=1.5)
+    settings = proxy_settings(triton, "http", request_timeout=60)
     async with serving(settings) as proxy:
-        answer = await ask(proxy, "completions", "ensemble", steered(mark, **ENDLESS), max_tokens=4000)
+        asking = asyncio.create_task(ask(proxy, "completions", "ensemble", steered(mark, **ENDLESS), max_tokens=4000))
         request_id = await preprocessed(triton, mark)
+        await recorded(triton, id=request_id, model="tensorrt_llm", event="request")
+        clock.advance(60)
+        clock.run()
+        answer = await asking
         how, _ = await end_of(triton, "tensorrt_llm", request_id)
 
     assert (504, "upstream_timeout") == (answer.status, answer.error["code"])

@@ -16,6 +16,7 @@ from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai.cli.inspect import render
 from triton_openai.cli.inspect import report as report_of
 from triton_openai.config.tree import LoraSettings, ModelSettings
+from triton_openai.models.lora.delivery import LoraDelivery
 
 pytestmark = in_session_loop
 
@@ -33,8 +34,10 @@ every_way = pytest.mark.parametrize("model, transport, direct", WAYS)
 
 
 @pytest.fixture
-def served(triton, tmp_path):
+def served(triton, tmp_path, monkeypatch):
     """Run the service with adapters of a model, each with fresh weights: their numbers are in nobody's cache."""
+    # However long the first request takes, the others wait for its weights.
+    monkeypatch.setitem(LoraDelivery.__init__.__kwdefaults__, "patience", 600.0)
 
     @asynccontextmanager
     async def run(model, transport, direct=False, *, names=("french",), entries=(), **api):

@@ -21,6 +21,6 @@ async def test_every_model_answers_it(proxy, triton):
         if name == "vllm_embedding":
             # Its tensors are those of any model of its backend. A refusal is a sign of life.
             with pytest.raises(RequestRefused):
-                await probe(service, model, timeout=20)
+                await probe(service, model, timeout=120)
         else:
-            await probe(service, model, timeout=20)
+            await probe(service, model, timeout=120)

@@ -63,7 +63,7 @@ async def test_audio_that_comes_while_the_service_begins_to_stop(
         async def late(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             result = await run(function, *arguments, **options)
             if getattr(result, "event_id", None) == "last" and not ends:
-                ends.append(asyncio.create_task(draining.drain(20)))
+                ends.append(asyncio.create_task(draining.drain(120)))
                 # The session ends its turn meanwhile.
                 for _ in range(20):
                     await asyncio.sleep(0)

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import struct
+import uuid
 import wave
 import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -175,10 +176,12 @@ def _check_sound(kind: str, data: bytes) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_what_models_get(speaking: TestTriton, voices: Path, transport: str) -> None:
     """A recording comes at the model's rate with what is said in it; a described model gets what it has inputs for."""
+    # No other request has it.
+    mark = uuid.uuid4().hex
     async with speech_proxy(speaking, transport, voices) as proxy:
         for model, name, rate in (("cosyvoice2", "bob", 16_000), ("f5_tts", "ada", 24_000), ("tts-1", "alloy", 16_000)):
-            await pcm(proxy, model, f"For {model}, {transport}.", voice={"id": name})
-            (asked,) = _asked(speaking, f"For {model}, {transport}.")
+            await pcm(proxy, model, f"For {model}, {mark}.", voice={"id": name})
+            (asked,) = _asked(speaking, f"For {model}, {mark}.")
             voice = "ada" if name == "alloy" else name
             assert [VOICES[voice]] == asked["reference_text"]["value"]
             seconds = 0.5 if voice == "bob" else 1.0
@@ -186,22 +189,20 @@ async def test_what_models_get(speaking: TestTriton, voices: Path, transport: st
             assert [1, round(seconds * rate)] == asked["reference_wav"]["shape"]
             assert 0.25 < max(asked["reference_wav"]["value"]) < 0.35
         fields = {"voice": "bob", "speed": 1.5, "instructions": "Whisper.", "language": "en"}
-        await pcm(proxy, "described_tts", f"Described, {transport}.", **fields)
-        (asked,) = _asked(speaking, f"Described, {transport}.")
+        await pcm(proxy, "described_tts", f"Described, {mark}.", **fields)
+        (asked,) = _asked(speaking, f"Described, {mark}.")
         given = {name: each["value"][0] for name, each in asked.items()}
         assert {
-            "text": f"Described, {transport}.",
+            "text": f"Described, {mark}.",
             "narrator": 4,
             "speed": 1.5,
             "style": "Whisper.",
             "lang": "en",
         } == given
         # A model with a voice of its own.
-        answer = await proxy.post(
-            PATH, {"model": "cosyvoice2_speaker", "input": f"Own, {transport}.", "voice": "alloy"}
-        )
+        answer = await proxy.post(PATH, {"model": "cosyvoice2_speaker", "input": f"Own, {mark}.", "voice": "alloy"})
         assert "voice" == answer.headers["x-triton-openai-ignored"]
-        (asked,) = _asked(speaking, f"Own, {transport}.")
+        (asked,) = _asked(speaking, f"Own, {mark}.")
         assert {"target_text"} == asked.keys()
 
 
@@ -254,7 +255,7 @@ async def test_failures(speaking: TestTriton, voices: Path, transport: str) -> N
 
 async def test_clients_that_leave_or_read_slowly(speaking: TestTriton, voices: Path) -> None:
     """A client that leaves stops the model; for one that does not read, the model waits."""
-    text = f"{TEXT} <endless>"
+    text = f"{uuid.uuid4().hex}. {TEXT} <endless>"
     async with speech_proxy(speaking, "grpc", voices) as proxy:
         body = {"model": "cosyvoice2", "input": text, "voice": "ada", "response_format": "pcm"}
         async with proxy.client.post(PATH, json=body) as response:

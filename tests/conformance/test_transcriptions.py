@@ -515,7 +515,9 @@ async def test_a_hundred_uploads_at_once(recognizers: TestTriton, monkeypatch: p
     held: list[int] = []
     count = examples(100, few=40)
     limits = AudioLimits(max_total_size=12 * len(file))
-    async with serving(replace(settings_for(recognizers, "grpc"), audio=limits)) as proxy:
+    # However long the others take.
+    server = ServerSettings(queue_timeout=600)
+    async with serving(replace(settings_for(recognizers, "grpc"), audio=limits, server=server)) as proxy:
         await proxy.ready()
         reading = media_limits.form_of
 
@@ -665,7 +667,9 @@ async def test_audio_in_chats_has_memory_together(recognizers: TestTriton, monke
     reserved: list[int] = []
     decoding = audio.load
 
-    async with serving(replace(settings_for(recognizers, "http"), audio=limits)) as proxy:
+    # However long the others take.
+    server = ServerSettings(queue_timeout=600)
+    async with serving(replace(settings_for(recognizers, "http"), audio=limits, server=server)) as proxy:
         await proxy.ready()
         media = proxy.client.app[SERVICE].media
 

@@ -144,9 +144,10 @@ def _recognizer(
     )
 
 
-#: What steps of streaming models are told of a request's sequence, as the public repositories declare it.
+#: What steps of streaming models are told of a request's sequence, as the public repositories declare it. Only the idle
+#: time is longer: Triton ends no sequence because the machine stands still.
 _SEQUENCES = """sequence_batching {
-  max_sequence_idle_microseconds: 5000000
+  max_sequence_idle_microseconds: 600000000
   oldest { max_candidate_sequences: 16 }
   control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [0, 1] } ] } ]
   control_input [ { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY fp32_false_true: [0, 1] } ] } ]

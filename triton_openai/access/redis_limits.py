@@ -166,7 +166,9 @@ class RedisLimits:
         # Whether Redis has answered, or has not in time.
         self._answered_before = False
         # A script that is sent again would count again. Silence is judged here, not by the driver.
-        self._client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=None)
+        self._client = redis.Redis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
+        )
         self._failures: tuple[type[Exception], ...] = (redis.RedisError, OSError, TimeoutError)
         # By key: the leases of this process. Which of them a request has does not matter.
         self._leases: dict[str, list[str]] = {}

@@ -207,7 +207,8 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return opened(path, mode)
 
-    file.write_text("keys: [{name: a, key: another}]")
+    # Of another size: the times of two files that are written in one tick of the kernel are the same.
+    file.write_text("keys: [{name: a, key: another-one}]")
     monkeypatch.setattr(Path, "open", failing)
     for _ in range(5):
         await keys.reload()

@@ -7,6 +7,7 @@ import pytest
 import structlog
 
 from tests.cases import every_case
+from tests.clock import turns
 from triton_openai.access import redis_limits
 from triton_openai.access.rate_limits import RateLimit, RateLimits
 from triton_openai.access.redis_limits import RedisLimits
@@ -14,13 +15,17 @@ from triton_openai.errors import ServiceOverloaded
 
 
 @pytest.fixture
-async def services(redis):
-    """Return a maker of services that count in the same Redis."""
+async def services(redis, clock):
+    """
+    Return a maker of services that count in the same Redis.
+
+    Their time stands still until a test moves it: nothing is decided by how busy the machine is, and no lease is
+    renewed.
+    """
     made, url = [], redis.url()
 
     def make(**options):
-        # Nothing is decided by how busy the machine is.
-        made.append(RedisLimits(url, RateLimits(), **{"patience": 30.0, **options}))
+        made.append(RedisLimits(url, RateLimits(), **options))
         return made[-1]
 
     yield make
@@ -83,24 +88,24 @@ async def leases(limits, name="a"):
     return await limits._client.zrange(f"triton_openai:{{{name}}}:c", 0, -1)
 
 
-async def test_leases_are_renewed(services, monkeypatch):
+async def test_leases_are_renewed(services, clock):
     """What still runs keeps its place, also in a Redis that has lost everything."""
-    monkeypatch.setattr("triton_openai.access.redis_limits._RENEWAL", 0.01)
     one, limit = services(), RateLimit(concurrent_requests=1)
     assert (await one.admit("a", limit)).refusal is None
     await one._client.flushdb()
+    await turns()
+    clock.advance(redis_limits._RENEWAL)
     while not await leases(one):
         pass
     assert (await services().admit("a", limit)).refusal is not None
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
-async def test_a_service_counts_alone_while_redis_is_away(services, redis, fault, monkeypatch):
+async def test_a_service_counts_alone_while_redis_is_away(services, redis, clock, fault, monkeypatch):
     """Requests go on by the service's own counts, or are refused, and the log says it once."""
     monkeypatch.setattr(redis_limits, "_PAUSE", 0.001)
     heard: list[bool] = []
-    patience = 1.0 if fault == "frozen" else 30.0
-    one, closed = services(answers=heard.append, patience=patience), services(closed=True, patience=patience)
+    one, closed = services(answers=heard.append), services(closed=True)
     limit = RateLimit(requests_per_minute=2)
     assert (await one.admit("a", limit)).refusal is None
     assert (await closed.admit("a", limit)).refusal is None
@@ -108,6 +113,8 @@ async def test_a_service_counts_alone_while_redis_is_away(services, redis, fault
         redis.stop()
     else:
         redis.freeze()
+    # From now on, silence counts.
+    clock.run()
     try:
         with structlog.testing.capture_logs() as lines:
             decisions = [await one.admit("a", limit) for _ in range(3)]
@@ -150,9 +157,9 @@ async def test_a_request_that_is_cancelled_leaves_no_lease(services):
     """Whoever leaves before Redis has counted the request, or while it does, makes room for another."""
     store, other, limit = services(), services(), RateLimit(concurrent_requests=1)
     assert (await store.admit("b", limit)).refusal is None
-    for turns in range(6):
+    for count in range(6):
         asking = asyncio.create_task(store.admit("a", limit))
-        for _ in range(turns):
+        for _ in range(count):
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -172,6 +179,14 @@ async def test_the_end_of_a_service(services):
     assert (await other.admit("a", limit)).refusal is None
 
 
+async def busy(clock):
+    """Let the event loop be busy with something else: time in which it is does not count as silence of Redis."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+        # A turn of the event loop that takes a minute.
+        clock.advance(60)
+
+
 LIMITS = {
     "requests": RateLimit(requests_per_minute=40),
     "tokens": RateLimit(tokens_per_minute=40),
@@ -181,12 +196,12 @@ LIMITS = {
 
 
 @every_case("name, size", [(name, size) for name in LIMITS for size in (20, 39, 40, 41, 200, 1000)])
-async def test_bursts_are_counted_exactly(services, name, size):
+async def test_bursts_are_counted_exactly(services, clock, name, size):
     """Of a burst at two services, exactly as many requests are admitted as the limit allows, and none counts alone."""
     heard: list[bool] = []
-    # As it is by default, however busy this machine is: time in which this process is busy does not count.
-    several = [services(answers=heard.append, patience=redis_limits._PATIENCE) for _ in range(2)]
-    decisions = await asyncio.gather(*[several[n % 2].admit(f"{name}-{size}", LIMITS[name]) for n in range(size)])
+    several = [services(answers=heard.append) for _ in range(2)]
+    burst = [several[number % 2].admit(f"{name}-{size}", LIMITS[name]) for number in range(size)]
+    _, *decisions = await asyncio.gather(busy(clock), *burst)
     assert heard == []
     assert kinds(decisions).count(None) == min(size, 40)
     for number, decision in enumerate(decisions):
@@ -230,13 +245,7 @@ async def test_a_busy_service_does_not_take_redis_for_silent(services, clock):
     limit = RateLimit(requests_per_minute=1000)
     assert (await one.admit("a", limit)).refusal is None
 
-    async def busy():
-        for _ in range(8):
-            await asyncio.sleep(0)
-            # A turn of the event loop that takes a minute.
-            clock.advance(60)
-
-    decisions = await asyncio.gather(busy(), *[one.admit("a", limit) for _ in range(30)])
+    decisions = await asyncio.gather(busy(clock), *[one.admit("a", limit) for _ in range(30)])
     assert heard == []
     assert kinds(decisions[1:]) == [None] * 30
 
@@ -260,13 +269,15 @@ async def test_answers_that_cannot_be_read(services, monkeypatch):
     assert one._away
 
 
-async def test_tokens_of_an_outage(services, redis, monkeypatch):
+async def test_tokens_of_an_outage(services, redis, clock, monkeypatch):
     """What was admitted before an outage makes room after it; tokens that were used meanwhile are not charged."""
     monkeypatch.setattr(redis_limits, "_PAUSE", 0.001)
     heard: list[bool] = []
-    one, limit = services(answers=heard.append, patience=1.0), RateLimit(concurrent_requests=1, tokens_per_minute=50)
+    one, limit = services(answers=heard.append), RateLimit(concurrent_requests=1, tokens_per_minute=50)
     assert (await one.admit("a", limit)).refusal is None
     with redis.frozen():
+        # From now on, silence counts.
+        clock.run()
         assert (await one.admit("b", limit)).refusal is None
         one.leave("a", 1000)
     while heard != [False, True]:  # noqa: ASYNC110 - nothing tells of it
@@ -277,13 +288,13 @@ async def test_tokens_of_an_outage(services, redis, monkeypatch):
             assert decision.refusal.kind != "tokens"
 
 
-async def test_the_first_answer_may_take_longer(services, monkeypatch):
+async def test_the_first_answer_may_take_longer(services, clock, monkeypatch):
     """Until then a connection is opened; it is no outage."""
     store = services(patience=0.01)
     connect = store._client.connection_pool.get_connection
 
     async def slow(*arguments, **options):
-        await asyncio.sleep(0.1)
+        await clock.elapse(0.1, steps=100)
         return await connect(*arguments, **options)
 
     monkeypatch.setattr(store._client.connection_pool, "get_connection", slow)

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import structlog
 from aiohttp import ClientPayloadError
 
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
+from triton_openai.access import authorizer as authorizers
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.app import apply_settings
 from triton_openai.config.reload import Source
@@ -22,6 +24,12 @@ COMPLETION = {"model": "m", "prompt": "a"}
 RESPONSE = {"model": "m", "input": "a"}
 BEFORE = "keys: [{name: one, key: [sk-1, sk-old]}, {name: two, key: sk-2}]"
 AFTER = "keys: [{name: one, key: sk-1}, {name: three, key: sk-3}]"
+
+
+@pytest.fixture(autouse=True)
+def _only_the_test_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks at the file of keys once a second too, and would take a change between two looks of a test."""
+    monkeypatch.setattr(authorizers, "LOOK_SECONDS", 3600.0)
 
 
 @every_case("path, body", [

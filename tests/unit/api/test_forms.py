@@ -90,7 +90,9 @@ async def count(service: Service, call: Call[Form]) -> Reply:
 
 
 @asynccontextmanager
-async def heard(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patience: float = 30) -> AsyncIterator[Proxy]:
+async def heard(
+    monkeypatch: pytest.MonkeyPatch, *, strict: bool = False, patience: float = 300
+) -> AsyncIterator[Proxy]:
     """Serve two operations with forms, to holders of a key."""
     more = (
         Operation(
@@ -318,6 +320,9 @@ async def test_slow_uploads_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, clo
         tasks = [asyncio.create_task(ask(proxy, slow(number), "/v1/listen", **typed)) for number in range(len(begun))]
         for one in begun:
             await one.wait()
+        # All have come: the first one has memory, and the others wait for it.
+        while len(media._waiting) < len(begun) - 1:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
         assert 200 == (await ask(proxy, raw(MODEL, FILE), "/v1/listen", **{**typed, "Authorization": "Bearer l"}))[0]
         # However many there are, they are admitted one after the other within seconds.
         for _ in range(4):

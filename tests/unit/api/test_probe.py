@@ -24,7 +24,7 @@ async def test_probes_run_like_requests(monkeypatch: pytest.MonkeyPatch) -> None
             server: Any = proxy.client.server
             service = server.app[SERVICE]
             model = service.models.served["m"]
-            await probe(service, model, timeout=20)
+            await probe(service, model, timeout=120)
             assert 1 == len(triton.asked)
 
             def fail(*_: object) -> None:
@@ -32,5 +32,5 @@ async def test_probes_run_like_requests(monkeypatch: pytest.MonkeyPatch) -> None
 
             monkeypatch.setattr(Vllm, "encode", fail)
             with pytest.raises(ServiceError, match="failed to answer"):
-                await probe(service, model, timeout=20)
+                await probe(service, model, timeout=120)
             assert "triton_openai_requests_total{" not in (await proxy.get("/metrics")).body.decode()

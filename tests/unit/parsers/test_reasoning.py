@@ -14,6 +14,7 @@ from tests.cases import every_case
 from tests.extended import examples
 from tests.unit.parsers.thinking_marks import marks_of
 from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
+from triton_openai.parsers.channels import MuseGlimmer
 from triton_openai.parsers.events import Content, Event, Reasoning
 from triton_openai.parsers.grammar import Grammar
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
@@ -196,8 +197,8 @@ def test_any_text(words: list[str], borders: list[int]) -> None:
         assert whole == run(name, inside, pieces)
         assert whole == run(name, inside, text)
         parser = REASONING_PARSERS.load(name)
-        # Harmony's messages may begin with any of its markers.
-        openings = ("<|",) if issubclass(parser, Harmony) else getattr(parser, "openings", ())
+        # Messages with headers may begin with any of the markers.
+        openings = ("<|",) if issubclass(parser, (Harmony, MuseGlimmer)) else getattr(parser, "openings", ())
         framed = getattr(parser, "frame", None) is not None and "answer>" in text
         # Marks of the end of an answer are no text.
         marks = (*openings, *getattr(parser, "dropped", ()))

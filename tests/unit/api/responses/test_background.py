@@ -107,6 +107,14 @@ async def rows_of(store: Store, key: str, least: int, owner: str = "") -> None:
         await asyncio.sleep(0)
 
 
+async def stored_up_to(store: Store, key: str, number: int) -> None:
+    """Wait until the event *number* is stored; events that come a while apart may be in one row or in several."""
+    stored: list[dict[str, Any]] = []
+    while not any(event["sequence_number"] == number for event in stored):
+        found = await store.chain(key, "", [EVENTS], max_links=1)
+        stored = events_of(b"".join(found.rows))
+
+
 async def resumed(proxy: Proxy, made: str, after: int | None = None) -> list[dict[str, Any]]:
     """Return all events of a response, or those after one."""
     query = "" if after is None else f"&starting_after={after}"
@@ -340,9 +348,9 @@ async def test_a_maker_that_was_killed() -> None:
         await stream.until("output_text.delta")
         state = proxy.client.app[SERVICE].responses
         async with Stream(proxy, "GET", f"/v1/responses/{made}?stream=true") as other:
-            await other.until("output_text.delta")
+            begun = await other.until("output_text.delta")
             # As much is stored as another process would find.
-            await rows_of(state.store(), made, 1)
+            await stored_up_to(state.store(), made, begun["sequence_number"])
             await state.live.pop(made).close()
             await state.store().claim(made, "", made, -1.0)
             found = await assert_ended(proxy, made, "failed", "one")
@@ -405,7 +413,7 @@ async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SqliteStore, "append", sometimes)
     store = open_store(ResponsesSettings(store="memory"))
     assert store is not None
-    await store.put("k", "me", b"", 0, lease=("k", 10))
+    await store.put("k", "me", b"", 0, lease=("k", 600))
     log = EventLog(store, ResponseObject(id="k", created_at=1, model="m", reasoning={}, text={}), "me")
     log.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]  # what it returns does not matter
     with capture_logs() as logs:
@@ -436,7 +444,7 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
     state = ResponseStore(open_store(settings), settings)
     response = ResponseObject(id=f"resp_{1:032x}", created_at=1, model="m", reasoning={}, text={}, background=True)
     made = StoredResponse(state, "me", response)
-    await made.save(lease=10)
+    await made.save(lease=600)
     log = made.log = EventLog(state.store(), response, "me")
     readers = {after: ResumedEvents(made, after) for after in (-1, 0, 41, 1023, 5000)}
     read: dict[int, list[int]] = {after: [] for after in readers}

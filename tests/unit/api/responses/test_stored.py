@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
@@ -397,6 +398,9 @@ async def test_a_store_that_is_gone(
 ) -> None:
     """Answers do not need it and say that they are not kept; the rest is a 503 until it is back."""
     server: Server = request.getfixturevalue(kind)
+    # What other tests have left says what went wrong there when it is collected.
+    gc.collect()
+    caplog.clear()
     async with service(server.url()) as proxy:
         ask = {"model": "m", "input": "Hi"}
         made = (await proxy.post("/v1/responses", ask)).json
