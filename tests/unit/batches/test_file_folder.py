@@ -26,11 +26,11 @@ NOW = 1_000_000.0
 
 def open_in(folder: Path) -> list[str]:
     """Return the files of *folder* that this process has open, whichever others its threads open or close meanwhile."""
-    opened: list[str] = []
+    opened: list[Path] = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            opened.append(os.readlink(link))
-    return [name for name in opened if name.startswith(f"{folder}/")]
+            opened.append(link.readlink())
+    return [path.name for path in opened if path.is_relative_to(folder)]
 
 
 @pytest.fixture
