@@ -22,7 +22,7 @@ from tests.cases import every_case
 from tests.faults.surroundings import ENDS
 from tests.fleet.conftest import MODELS, NAMES, One, fleet, settings_of, write_endpoints
 from tests.proxy_fixture import Proxy
-from tests.triton_fixture import frozen
+from tests.triton_fixture import frozen, wait_for_end
 from triton_openai.api.service import Service
 from triton_openai.app import SERVICE
 from triton_openai.cli.inspect import inspect_models
@@ -417,6 +417,8 @@ def kill(one: One) -> None:
     """Kill a Triton as the kernel does, with all its processes."""
     assert one.server.pid is not None
     os.killpg(one.server.pid, signal.SIGKILL)
+    # The next test starts those again of which the end is known.
+    assert wait_for_end(one.server, 120) is not None
 
 
 def load(one: One, model: str) -> None:
