@@ -25,10 +25,19 @@ from triton_openai.config.tree import (
 )
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository
+from triton_openai.storage import batch_tables
+from triton_openai.storage.sql import SqlStore
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 MODELS = ["ensemble", "vllm_model", "text_embedding"]
 NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let operations of the stores take as long as they do: a machine may stand still for seconds."""
+    monkeypatch.setattr(batch_tables, "TIMEOUT", 600.0)
+    monkeypatch.setattr(SqlStore, "timeout", 600.0)
 
 
 @dataclass(frozen=True)

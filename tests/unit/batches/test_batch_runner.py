@@ -60,8 +60,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing wait."""
     for name in ("POLL", "NOTIFIED_POLL", "WATCH", "SLOTS", "GROUP", "FAILURE_PAUSE", "RETRY", "FIRST_PAUSE"):
         monkeypatch.setattr(timing, name, 0.005)
-    # Tests make a service busy for as long as they like.
-    monkeypatch.setattr(timing, "GIVE_BACK", 1000.0)
 
 
 class Host:
@@ -580,22 +578,25 @@ async def test_a_batch_that_is_to_end_does_not_wait_for_triton(tmp_path: Path) -
 
 async def test_failing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that fails while the tables cannot be written fails as soon as they can."""
-    async with process(tmp_path) as one:
-        one.host.busy, refusals, finish = True, 0, one.files.store.batches.end
-        batch = await one.batch(NAMES)
-        (one.files.folder / batch.input).unlink()
+    one = Process(tmp_path)
+    refusals, finish = 0, one.files.store.batches.end
 
-        async def refused(*given: Any) -> Any:
-            nonlocal refusals
-            refusals += 1
-            if refusals < 3:
-                raise errors.ServiceOverloaded("no")
-            return await finish(*given)
+    async def refused(*given: Any) -> Any:
+        nonlocal refusals
+        refusals += 1
+        if refusals < 3:
+            raise errors.ServiceOverloaded("no")
+        return await finish(*given)
 
-        monkeypatch.setattr(one.files.store.batches, "end", refused)
-        done = await one.ended(batch)
-        assert ("failed", "input_file_missing") == (done.status, done.problems[0].code)
-        assert 3 == refusals
+    monkeypatch.setattr(one.files.store.batches, "end", refused)
+    batch = await one.batch(NAMES)
+    (one.files.folder / batch.input).unlink()
+    # Not earlier: a file that is open can be read on.
+    one.start()
+    done = await one.ended(batch)
+    assert ("failed", "input_file_missing") == (done.status, done.problems[0].code)
+    assert 3 == refusals
+    await one.stop()
 
 
 async def test_lines_are_tried_again(place: Place) -> None:
@@ -637,9 +638,10 @@ async def test_a_model_that_is_away_pauses_its_lines(tmp_path: Path) -> None:
         assert 20 == (await one.ended(batch)).succeeded
 
 
-def _waits(one: Process, batch: Batch) -> bool:
+def _may_start(one: Process, batch: Batch) -> bool:
+    """Return whether lines of a batch are claimed, and its input is open: they start when there is room."""
     running = one.runner._batches.get(batch.id)
-    return running is not None and running.window > 0
+    return running is not None and running.window > 0 and running.input >= 0
 
 
 async def test_owners_take_turns(tmp_path: Path) -> None:
@@ -649,8 +651,7 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         large = await one.batch([f"large-{number}" for number in range(100)], name="batch_1")
         small = await one.batch(["small-0", "small-1"], name="batch_2", owner="you")
         for batch in (large, small):
-            # Its lines are claimed, and wait.
-            await one.until(batch, lambda found: _waits(one, found))
+            await one.until(batch, lambda found: _may_start(one, found))
         one.host.busy = False
         assert "completed" == (await one.ended(small)).status
         last = [name for _, name in one.host.order].index("small-1")
@@ -664,7 +665,9 @@ async def test_each_owner_has_every_other_turn(tmp_path: Path, monkeypatch: pyte
         one.host.busy, one.host.max_running = True, 1
         mine = [await one.batch([f"{name}-{line}" for line in range(2)], name=f"batch_{name}") for name in "ab"]
         yours = await one.batch([f"c-{line}" for line in range(3)], name="batch_c", owner="you")
-        await one.until(yours, lambda _: sum(held.window for held in one.runner._batches.values()) == 7)
+        for batch in [*mine, yours]:
+            await one.until(batch, lambda found: _may_start(one, found))
+        await one.until(yours, lambda _: sum(running.window for running in one.runner._batches.values()) == 7)
         pick = one.runner._schedule.pick
 
         async def pick_at_the_second_look() -> Any:
@@ -713,10 +716,9 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
             await one.ended(yours)
             per_minute = limit.concurrent_requests is None
             if per_minute:
-                async with asyncio.timeout(120):
-                    while not one.runner._keys.must_wait(OWNER):  # noqa: ASYNC110 - nothing tells of it
-                        await asyncio.sleep(0)
-                assert 3 <= sum(name.startswith("mine") for _, name in one.host.order) <= at_once + 1
+                # Those that were admitted together with one that has to wait may not have begun yet.
+                await one.until(mine, lambda _: one.runner._keys.must_wait(OWNER) and _begun(one.host, "mine") >= 3)
+                assert _begun(one.host, "mine") <= at_once + 1
             while (await one.seen(mine)).open:
                 if per_minute and not one.host.running:
                     # Less than an operation of the store may take.
@@ -726,6 +728,11 @@ async def test_lines_wait_for_the_limits_of_their_key(limit: RateLimit, at_once:
             assert (5, 0) == (done.succeeded, done.failed)
             assert dict.fromkeys(names, 1) == {name: one.host.calls[name] for name in names}
             assert one.host.most_seen <= max(at_once, 1) + 1
+
+
+def _begun(host: Host, beginning: str) -> int:
+    """Return how many lines with such names have begun."""
+    return sum(name.startswith(beginning) for _, name in host.order)
 
 
 def _asks(host: Host, name: str, _: Batch) -> bool:
@@ -1157,7 +1164,7 @@ async def test_an_input_that_is_gone(tmp_path: Path) -> None:
         assert done.status in ("failed", "completed")
 
 
-def test_limits() -> None:
+def test_limits(clock: Clock) -> None:
     """The number of lines grows by one for each window without a refusal, and is halved by one."""
     limit = Limit(64)
     limit.running = 64
@@ -1165,7 +1172,8 @@ def test_limits() -> None:
     for _ in range(16):
         limit.succeeded()
     assert 24 == limit.allowed
-    began = time.monotonic()
+    began = clock()
+    clock.advance(1)
     limit.overloaded(began)
     limit.overloaded(began)
     assert 12 == limit.allowed
@@ -1174,7 +1182,8 @@ def test_limits() -> None:
         limit.succeeded()
     assert 13 == limit.allowed
     for _ in range(4):
-        limit.overloaded(time.monotonic())
+        clock.advance(1)
+        limit.overloaded(clock())
     assert 1 == limit.allowed
     limit.running = 0
     assert limit.has_room

@@ -159,7 +159,7 @@ async def test_bytes_of_owners_are_counted_at_the_migration(place: Place) -> Non
     one = Process(place)
     used = size + 2 * ROW_SIZE
     file = StoredFile(
-        id="file-a", owner=OWNER, bytes=10, created=time.time(), expires=time.time() + 9, state="uploading"
+        id="file-a", owner=OWNER, bytes=10, created=time.time(), expires=time.time() + 900, state="uploading"
     )
     assert not await one.files.store.files.reserve(file, used + 9)
     assert await one.files.store.files.reserve(file, used + 10)

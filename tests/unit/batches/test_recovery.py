@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -258,6 +259,8 @@ async def test_the_lines_of_a_large_batch_are_deleted_in_parts(tmp_path: Path, m
             return await run(steps, timeout=timeout, write=write)
 
         database.run = counted
+        # The test sweeps.
+        one.runner._next_sweep = math.inf
         # The first call finds that a new batch has no lines.
         batch = await one.batch(NAMES)
         done = await one.ended(batch)
@@ -289,6 +292,8 @@ async def test_a_process_dies_before_a_failed_batch_has_ended(tmp_path: Path, mo
     one.start()
     one.host.max_running = 1
     one.host.capacity = lambda target: 1.0  # type: ignore[method-assign]
+    # So it does not end before it fails.
+    one.host.answers["id-19"] = [StoreUnavailable("wait") for _ in range(1000)]
     batch = await one.batch(NAMES)
     await one.until(batch, lambda found: found.succeeded)
 

@@ -66,17 +66,38 @@ class Sharing(Host):
             self.at[endpoint] -= 1
 
 
+class Considerate(Sharing):
+    """A host that answers so many lines, and others when the host of another process has some, too."""
+
+    other: Host
+
+    async def answer(
+        self, batch: Batch, custom_id: str, body: bytes, reservation: Reservation | None, endpoint: str = ""
+    ) -> Outcome:
+        while self.calls.total() >= 100 and not self.other.calls:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+        return await super().answer(batch, custom_id, body, reservation, endpoint)
+
+
+def _wants_slots(one: Process) -> bool:
+    return "M" in one.runner._slots._taken
+
+
 async def test_two_processes_run_one_batch(place: Place) -> None:
     """Lines of one batch run in two processes at the same time, no more than allowed over both, and each line once."""
     names = [f"id-{number}" for number in range(300)]
     running: set[str] = set()
-    hosts = [Sharing(running) for _ in range(2)]
-    for host in hosts:
+    hosts = [Considerate(running) for _ in range(2)]
+    for host, other_host in zip(hosts, reversed(hosts), strict=True):
         host.max_running = 6
-    async with process(place, hosts[0]) as one, process(place, hosts[1]):
+        host.other = other_host
+        host.may_answer.clear()
+    async with process(place, hosts[0]) as one, process(place, hosts[1]) as other:
         batch = await one.batch(names)
-        # The slots of lines that have ended go to the other process.
-        await one.until(batch, lambda found: all(host.calls for host in hosts) or not found.open)
+        # One of them has all slots. Those of lines that have ended go to the other one.
+        await one.until(batch, lambda _: _wants_slots(one) and _wants_slots(other))
+        for host in hosts:
+            host.may_answer.set()
         done = await one.ended(batch)
         assert {name: [200] for name in names} == one.results(done)
     assert all(host.calls for host in hosts)

@@ -27,8 +27,11 @@ def old_garbage() -> weakref.ref[Cycle]:
     return reference
 
 
-def test_garbage_waits_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_waits_for_a_quiet_moment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old garbage is collected when enough has come together and few objects are alive."""
+    # Only what the test calls collects garbage.
+    gc.disable()
+    request.addfinalizer(gc.enable)
     found = old_garbage()
     monkeypatch.setattr(garbage, "_WORTHWHILE", 0)
     monkeypatch.setattr(garbage, "_FEW", 0)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.loops import on_uvloop
 from tests.tls_fixture import Authority
 from triton_openai.config.tree import LimitSettings
 from triton_openai.draining import Draining
+from triton_openai.serving import connections
+from triton_openai.serving import server as server_module
 from triton_openai.serving.server import HttpServer
 
 _CLIENTS = 40
@@ -47,7 +50,18 @@ class Server:
 
     def connected(self, count: int = _CLIENTS) -> list[socket.socket]:
         """Return connections that the kernel has accepted: the event loop has had no turn to."""
-        return [socket.create_connection(self.address) for _ in range(count)]
+        return [socket.create_connection(self.address, timeout=120) for _ in range(count)]
+
+
+def _unacknowledged(client: socket.socket) -> int:
+    """Return how many segments of what *client* has sent the kernel has not passed on (tcpi_unacked of Linux)."""
+    return int(struct.unpack_from("=I", client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64), 24)[0])
+
+
+def _wait_until_received(clients: Iterable[socket.socket]) -> None:
+    """Wait until the kernel has passed on what *clients* have sent. The event loop has no turn."""
+    while any(map(_unacknowledged, clients)):
+        time.sleep(0.001)
 
 
 @asynccontextmanager
@@ -93,8 +107,10 @@ async def _head(client: socket.socket, tls: ssl.SSLContext | None = None) -> byt
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @on_uvloop
-async def test_who_has_connected_is_answered(encrypted: bool, tmp_path: Path) -> None:
+async def test_who_has_connected_is_answered(encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, in however few turns of the event loop; then their connections close."""
+    # A handshake takes some turns.
+    monkeypatch.setattr(server_module, "_LAST_REQUESTS_SECONDS", 600.0)
     authority = Authority(tmp_path) if encrypted else None
     client_tls = None if authority is None else authority.client()
     server_tls = None if authority is None else authority.server(authority.issue("server", "127.0.0.1"))
@@ -104,7 +120,7 @@ async def test_who_has_connected_is_answered(encrypted: bool, tmp_path: Path) ->
             client.sendall(_REQUEST)
         with busy():
             heads = asyncio.gather(*(_head(client, client_tls) for client in clients))
-            await server.http.stop(server.draining, 60, asyncio.Event())
+            await server.http.stop(server.draining, 600, asyncio.Event())
             found = await heads
 
     assert all(head.startswith(b"HTTP/1.1 200") and b"\r\nConnection: close" in head for head in found)
@@ -133,9 +149,11 @@ async def test_who_connects_to_a_busy_service_is_answered() -> None:
         clients = server.connected()
         for client in clients:
             client.sendall(_REQUEST)
+        _wait_until_received(clients)
         for _ in range(_CLIENTS // 2):
             await asyncio.sleep(0)
-        answers = [client.recv(4096, socket.MSG_DONTWAIT) for client in clients]
+        # Nor has it one now: what is read was sent before.
+        answers = [client.recv(4096) for client in clients]
         for client in clients:
             client.close()
 
@@ -162,14 +180,17 @@ async def test_a_long_answer_leaves() -> None:
 
 
 @on_uvloop
-async def test_a_client_that_still_sends_gets_its_answer() -> None:
+async def test_a_client_that_still_sends_gets_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body that nobody wants is read for a moment: a reset would cost the client its answer."""
+    # However long the machine stands still.
+    monkeypatch.setattr(connections, "_MAX_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(connections, "_MAX_REST_SECONDS", 600.0)
     async with serving() as server:
         (client,) = server.connected(1)
         reader, writer = await asyncio.open_connection(sock=client)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % _LARGE)
         await reader.readuntil(b"\r\n\r\n")
-        stopping = asyncio.create_task(server.http.stop(server.draining, 60, asyncio.Event()))
+        stopping = asyncio.create_task(server.http.stop(server.draining, 600, asyncio.Event()))
         writer.write(bytes(_LARGE))
         assert b"answer" == await reader.read()
         await asyncio.wait_for(stopping, 120)

@@ -17,6 +17,12 @@ from triton_openai.serving.workers.channel import Channel
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the parent longer than the machine may stand still."""
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 1000.0)
+
+
 class Wire:
     """One direction of a connection: what is written arrives in a later turn, and waits while it is *held*."""
 

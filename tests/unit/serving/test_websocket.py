@@ -237,6 +237,6 @@ async def test_a_sender_that_is_cancelled() -> None:
         assert [True, False, False] == [task.done() for task in (one, *others)]
         transport.resume_reading()
         for letter in "bc":
-            while letter not in (await socket.receive_str(timeout=10))[:1]:
+            while letter not in (await socket.receive_str(timeout=120))[:1]:
                 pass
         transport.abort()

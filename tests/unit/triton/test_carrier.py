@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +86,12 @@ def generation(**fields: Any) -> InferRequest:
     """Return a carried request."""
     body = Tensor("request", "BYTES", (1,), ('{"v":1,"kind":"generate"}',))
     return InferRequest(model="companion", id="x", inputs=(body,), stream=True, carried=True, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _own_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Share the locks of models that are loaded again with no other process of this machine that runs tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

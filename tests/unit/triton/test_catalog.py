@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from bench.fleet import Instant
+from tests.clock import Clock
 from triton_openai.errors import UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import IndexEntry, ServerInfo
@@ -146,7 +147,7 @@ async def test_models_that_are_not_ready():
     assert {"b": "unloaded", "c": "LOADING", "d": "no config of d"} == catalog.snapshot.waiting
 
 
-async def test_changes_are_told_and_nothing_else():
+async def test_changes_are_told_and_nothing_else(clock: Clock):
     """A model that comes or goes is told once; an unchanged index costs no config calls."""
     client = FakeClient("a")
     catalog, changes = catalog_of(client)
@@ -223,7 +224,7 @@ async def test_one_look_at_a_time():
     assert 1 == client.index_calls
 
 
-async def test_misses_are_looked_up_seldom():
+async def test_misses_are_looked_up_seldom(clock: Clock):
     """Made-up names cost Triton at most two looks a second."""
     client = FakeClient("a")
     catalog, _ = catalog_of(client)
@@ -231,6 +232,9 @@ async def test_misses_are_looked_up_seldom():
         await catalog.refresh_on_miss()
 
     assert 1 == client.index_calls
+    clock.advance(0.5)
+    await catalog.refresh_on_miss()
+    assert 2 == client.index_calls
 
 
 async def test_a_miss_waits_for_the_look_that_is_being_taken():

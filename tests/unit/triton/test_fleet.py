@@ -232,7 +232,7 @@ async def test_attempts_are_bounded_and_no_request_kills_three(fleets):
         assert sum(len(triton.asked_for) for triton in tritons.values()) == reached
 
 
-async def test_retries_have_a_budget(fleets):
+async def test_retries_have_a_budget(clock, fleets):
     """When every request fails, only a part of them is sent again."""
     tritons = {name: Triton("m") for name in "ab"}
     fleet = await fleets(tritons=tritons, ejection=EjectionSettings(failures=1000))

@@ -31,6 +31,12 @@ MODEL = "revived"
 RELOADING = f"The process of the model '{MODEL}' has died, and the model is being loaded again."
 
 
+@pytest.fixture(autouse=True)
+def _own_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Share the locks of models that are loaded again with no other process of this machine that runs tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 class Loading:
     """A Triton that loads a model until the test lets it end."""
 
@@ -206,9 +212,8 @@ async def test_a_look_at_the_lock_does_not_keep_the_model_away(monkeypatch: pyte
     assert [True] == first
 
 
-def test_a_lock_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lock_of_another_user(tmp_path: Path) -> None:
     """What others put where the lock belongs, such as a pipe, neither locks the model nor blocks the event loop."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with reload_lock(MODEL) as locked:
         assert locked
     (path,) = tmp_path.iterdir()

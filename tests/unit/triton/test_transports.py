@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
+from tests.ports import free_port
 from tests.reading import Reading
 from tests.tls_fixture import Authority, relaying
 from triton_openai.config.tree import TritonAccess
@@ -272,6 +273,12 @@ def stream_response(text: str | None) -> Any:
     return answer
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each kept connection that breaks for a stale one, also where the machine stood still meanwhile."""
+    monkeypatch.setattr(http_stream, "STALE_SECONDS", 1000.0)
+
+
 @pytest.fixture
 async def http() -> AsyncIterator[FakeHttp]:
     server = FakeHttp()
@@ -506,10 +513,14 @@ async def test_a_reader_that_is_cancelled(triton):
     await asyncio.wait_for(triton.left.wait(), 120)
 
 
+def _unused(url: str) -> str:
+    """Return *url* with a port at which nobody listens, and which the kernel gives to nobody."""
+    return f"{url.rpartition(':')[0]}:{free_port()}"
+
+
 async def test_nobody_listens(triton):
     """A Triton that cannot be connected to is unavailable for every call, with a hint when to try again."""
-    await triton.stop()
-    client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
+    client = type(triton.client)(_unused(triton.url), ConnectionSettings(connect_timeout=0.5))
     calls = [
         client.server_info(),
         client.repository_index(),
@@ -528,7 +539,6 @@ async def test_nobody_listens(triton):
         assert error.retry_after
         assert "127.0.0.1" not in error.message
     await client.close()
-    await triton.start()
 
 
 async def test_no_failure_waits_for_the_collector(triton):
@@ -544,9 +554,11 @@ async def test_no_failure_waits_for_the_collector(triton):
     try:
         for reply in (*failures, None):
             triton.reply = reply or Reply()
+            url = triton.url
             if reply is None:
                 await triton.stop()
-            client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
+                url = _unused(url)
+            client = type(triton.client)(url, ConnectionSettings(connect_timeout=0.5))
             client.stream(REQUEST, Mock()).close()
             with pytest.raises(ServiceError):
                 await all_responses(client, REQUEST)
@@ -1297,7 +1309,7 @@ async def test_a_server_that_shuts_down(grpc_server):
     grpc_server.script = script
     reading = Reading(grpc_server.client, REQUEST)
     assert ["one"] == list((await reading.read())[0].texts("text_output"))
-    stopping = asyncio.create_task(grpc_server._server.stop(10))
+    stopping = asyncio.create_task(grpc_server._server.stop(600))
     # What reaches the server before its farewell reaches us is never answered.
     await until(lambda: not grpc_server.client._streams._current.has_capacity)
     _, error = await outcome(grpc_server.client)
