@@ -281,8 +281,9 @@ async def has_status(proxy: Proxy, status: int) -> bool:
 # The rest is about settings, for which a Triton made of dictionaries does.
 
 
-async def test_a_frozen_triton_is_not_waited_for_for_ever(server):
+async def test_a_frozen_triton_is_not_waited_for_for_ever(server, monkeypatch):
     """A Triton that accepts connections and says nothing keeps nobody from asking whether this service lives."""
+    monkeypatch.setattr("triton_openai.app._FIRST_LOOK_SECONDS", 0.01)
     with frozen(server):
         async with serving(settings_of(server.http_url)) as proxy:
             assert 200 == (await proxy.get("/health/live")).status
@@ -440,7 +441,7 @@ async def test_what_nobody_claims_can_be_described():
     assert "text" == served.adapter
 
 
-async def test_many_misses_are_one_look():
+async def test_many_misses_are_one_look(clock):
     """A flood of requests for a model that is not there costs Triton one look, and each gets its answer."""
     async with FakeTriton(config_of("m")) as triton:
         settings = Settings(triton=TritonSettings(url=(triton.url,), refresh_interval=3600))
