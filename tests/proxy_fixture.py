@@ -101,7 +101,7 @@ def _quick_ends() -> Iterator[None]:
 def _patient_starts() -> Iterator[None]:
     """Let services take no request before they have seen Triton's models, also on a machine that stands still."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service_app, "_FIRST_LOOK_SECONDS", 120)
+        patch.setattr(service_app, "_FIRST_LOOK_SECONDS", 30)
         yield
 
 

@@ -257,7 +257,7 @@ async def test_a_triton_that_dies_in_the_middle(server, record, transport):
         await asyncio.to_thread(record.wait_for, lambda events: len(events) > begun, event="request")
         async with proxy.client.post("/v1/completions", json={**body, "stream": True}) as response:
             # By then the whole answer has tokens, too: without one, it would be asked for again.
-            for _ in range(10):
+            for _ in range(40):
                 await response.content.readuntil(b"\n\n")
             # aiohttp drops what it has not yet given out when a connection breaks: read while Triton ends.
             reading = asyncio.create_task(read(response))

@@ -35,6 +35,7 @@ from triton_openai.app import SERVICE
 from triton_openai.config.tree import TracesSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
+from triton_openai.telemetry import tracing
 from triton_openai.telemetry.tracing import SCHEMA_URL
 
 PROTOCOLS = ("grpc", "http/protobuf")
@@ -246,8 +247,12 @@ async def test_without_a_client_a_trace_begins_here(collector: Collector, traced
     assert [""] == [span.parent for span in found()]
 
 
-async def test_waiting_has_a_span(collector: Collector, traced_triton: TestTriton) -> None:
+async def test_waiting_has_a_span(
+    collector: Collector, traced_triton: TestTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for others shows for how long."""
+    # This one may wait for less than a millisecond.
+    monkeypatch.setattr(tracing, "SHORTEST_STAGE", 0)
     trace, headers = new_trace()
     settings = TracesSettings(otlp_endpoint=collector.http_url)
     async with traced(traced_triton, settings, max_running_requests=1) as proxy:
