@@ -111,9 +111,9 @@ class Nginx:
         self._write(self._CONFIG.format(**parts))
         if self._process is None:
             self._process = self._start()
-            await _answers(self.port)
-            return
-        self._process.send_signal(signal.SIGHUP)
+        else:
+            self._process.send_signal(signal.SIGHUP)
+        # Its workers answer once it takes signals; it listens before that.
         while await self._generation_served() != self._generation:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
@@ -146,16 +146,6 @@ class Nginx:
         if self._process is not None:
             self._process.terminate()
             await asyncio.to_thread(self._process.wait, 120)
-
-
-async def _answers(port: int) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.close()
-            await writer.wait_closed()
-            return
-        await asyncio.sleep(0.01)
 
 
 class Relay:

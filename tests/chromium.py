@@ -101,12 +101,15 @@ async def tab(folder: Path, *, microphone: Path | None = None) -> AsyncIterator[
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
+    reading: asyncio.Task[bytes] | None = None
     try:
         address = ""
         while not address:
             line = await asyncio.wait_for(process.stderr.readline(), _SECONDS)
             assert line, "the browser ended"
             address = line.decode().partition("DevTools listening on ws://")[2].partition("/")[0]
+        # A pipe that nobody reads holds the browser when it is full.
+        reading = asyncio.create_task(process.stderr.read())
         async with aiohttp.ClientSession() as session:
             async with session.put(f"http://{address}/json/new?about:blank") as made:
                 url = (await made.json())["webSocketDebuggerUrl"]
@@ -118,3 +121,5 @@ async def tab(folder: Path, *, microphone: Path | None = None) -> AsyncIterator[
     finally:
         process.kill()
         await process.wait()
+        if reading is not None:
+            await reading

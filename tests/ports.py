@@ -42,7 +42,8 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ports_of_tritons() -> Iterator[None]:
-    """Start each Triton of this process on such ports."""
+    """Start each Triton of this process on such ports, and wait for the last of them also on a slow machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "free_ports", free_ports)
+        patch.setattr(embedded, "_METRICS_SECONDS", 120)
         yield

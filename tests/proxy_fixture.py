@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests import described
 from tests.standins.repository import WITHOUT_TOKENIZER
 from tests.triton_fixture import TestTriton
+from triton_openai import app as service_app
 from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 from triton_openai.models.lookup import Models
@@ -93,6 +94,14 @@ def _quick_ends() -> Iterator[None]:
     """Let broken streams end soon: the tests' clients read at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_output, "CLOSE_SECONDS", 0.05)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_starts() -> Iterator[None]:
+    """Let services take no request before they have seen Triton's models, also on a machine that stands still."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_app, "_FIRST_LOOK_SECONDS", 30)
         yield
 
 

@@ -115,10 +115,12 @@ async def test_ids_that_are_none(proxies: dict[str, Proxy], name: str) -> None:
     """A name that cannot go into headers and logs as it is is replaced by one of ours."""
     with structlog.testing.capture_logs() as captured:
         answer = await proxies["http"].post("/v1/chat/completions", b"{", **{"x-request-id": name})
-    (line,) = lines(captured)
+    given = answer.headers["x-request-id"]
+    (line,) = lines(captured, request_id=given)
 
-    assert line["request_id"] == answer.headers["x-request-id"] != name
-    assert re.fullmatch("[0-9a-f]{32}", line["request_id"])
+    assert line["error"] == "invalid_json"
+    assert given != name
+    assert re.fullmatch("[0-9a-f]{32}", given)
 
 
 async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None:

@@ -26,9 +26,10 @@ BODY = {
     "messages": [{"role": "user", "content": steered(text="one two three", fail_at=2, error="out of luck")}],
     "stream": True,
 }
+# Programs that are busy for a second would not see the error: a process that has just begun may be.
+PATIENCE = 5.0
 SCRIPT = """(async () => {
-    const found = [];
-    for (const pause of [0, 20]) {
+    const found = await Promise.all([0, 20].map(async (pause) => {
         let text = "";
         try {
             const response = await fetch(%s, { method: "POST", headers: %s, body: %s });
@@ -39,11 +40,11 @@ SCRIPT = """(async () => {
                 text += new TextDecoder().decode(value);
                 await new Promise((go) => setTimeout(go, pause));
             }
-            found.push("whole");
+            return "whole";
         } catch (error) {
-            found.push(error.constructor.name + " " + /event: error\\ndata: .*out of luck.*\\n\\n$/.test(text));
+            return error.constructor.name + " " + /event: error\\ndata: .*out of luck.*\\n\\n$/.test(text);
         }
-    }
+    }));
     return found.join();
 })()"""
 
@@ -55,7 +56,7 @@ def _real_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(url: str) -> str:
-    """Return JavaScript that reads the stream twice, once slowly, and gives what came of it."""
+    """Return JavaScript that reads two streams, one of them slowly, and gives what came of it."""
     return SCRIPT % tuple(map(json.dumps, (url, {"Content-Type": "application/json"}, json.dumps(BODY))))
 
 
@@ -112,6 +113,7 @@ async def by_curl(url: str) -> None:
 
 async def by_node(url: str) -> None:
     """Node's own ``fetch``."""
+    http_output.CLOSE_SECONDS = PATIENCE
     status, text = await output("node", "-e", f"{script(f'{url}/v1/chat/completions')}.then((t) => console.log(t))")
     assert (0, "TypeError true,TypeError true") == (status, text.strip())
 
@@ -129,6 +131,7 @@ async def test_clients_see_the_error_and_then_a_broken_end(ask: Callable[[str], 
 @needs("Chromium")
 async def test_a_browser_sees_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
     """A browser that takes its time sees the error, though it drops what is unread at such an end."""
+    http_output.CLOSE_SECONDS = PATIENCE
     async with chromium.tab(tmp_path) as tab:
         await tab.open(str(proxies["http"].client.make_url("/")))
         assert "TypeError true,TypeError true" == await tab.run(script("/v1/chat/completions"))

@@ -178,7 +178,10 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
     version = repository.path / "broken" / "1"
     version.mkdir(parents=True)
-    (version / "model.py").write_text("raise RuntimeError('on purpose')")
+    held = tmp_path / "held"
+    # While there is such a file, Triton does not become ready.
+    code = f"import pathlib, time\nwhile pathlib.Path({str(held)!r}).exists():\n    time.sleep(0.02)\n"
+    (version / "model.py").write_text(f"{code}raise RuntimeError('on purpose')")
     (version.parent / "config.pbtxt").write_text('name: "broken"\nbackend: "python"\n')
     for name, config in (("misspelt", 'bakend: "python"'), ("empty", 'backend: "python"')):
         (repository.path / name).mkdir()
@@ -193,8 +196,10 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         assert service.status("/health/ready") == 200
 
         (first,) = _tritons_of(process.pid)
+        held.touch()
         os.kill(first, signal.SIGKILL)
         until(lambda: service.status("/health/ready") == 503)
+        held.unlink()
         until(lambda: service.status("/health/ready") == 200)
         (second,) = _tritons_of(process.pid)
 

@@ -257,7 +257,7 @@ async def test_a_triton_that_dies_in_the_middle(server, record, transport):
         await asyncio.to_thread(record.wait_for, lambda events: len(events) > begun, event="request")
         async with proxy.client.post("/v1/completions", json={**body, "stream": True}) as response:
             # By then the whole answer has tokens, too: without one, it would be asked for again.
-            for _ in range(10):
+            for _ in range(40):
                 await response.content.readuntil(b"\n\n")
             # aiohttp drops what it has not yet given out when a connection breaks: read while Triton ends.
             reading = asyncio.create_task(read(response))
@@ -281,8 +281,9 @@ async def has_status(proxy: Proxy, status: int) -> bool:
 # The rest is about settings, for which a Triton made of dictionaries does.
 
 
-async def test_a_frozen_triton_is_not_waited_for_for_ever(server):
+async def test_a_frozen_triton_is_not_waited_for_for_ever(server, monkeypatch):
     """A Triton that accepts connections and says nothing keeps nobody from asking whether this service lives."""
+    monkeypatch.setattr("triton_openai.app._FIRST_LOOK_SECONDS", 0.01)
     with frozen(server):
         async with serving(settings_of(server.http_url)) as proxy:
             assert 200 == (await proxy.get("/health/live")).status
@@ -440,7 +441,7 @@ async def test_what_nobody_claims_can_be_described():
     assert "text" == served.adapter
 
 
-async def test_many_misses_are_one_look():
+async def test_many_misses_are_one_look(clock):
     """A flood of requests for a model that is not there costs Triton one look, and each gets its answer."""
     async with FakeTriton(config_of("m")) as triton:
         settings = Settings(triton=TritonSettings(url=(triton.url,), refresh_interval=3600))

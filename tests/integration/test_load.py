@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from tests.clock import Clock
 from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, request, steered
-from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
+from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, read, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.app import SERVICE
 
@@ -61,31 +63,44 @@ async def test_a_client_does_not_wait_for_longer_than_it_wants(triton: TestTrito
             assert (400, "x-request-timeout") == (wrong.status, wrong.error["param"])
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def over_in_time(proxy: Proxy, clock: Clock, path: str, body: dict[str, Any]) -> Answer:
+    """Return the stream of a client whose time is over once the stream has begun."""
+    async with proxy.client.post(path, json=body, headers={"x-request-timeout": "60"}) as response:
+        begun = await response.content.readany()
+        clock.advance(61)
+        rest, broken = await read(response)
+    assert broken
+    return Answer(response.status, response.headers.copy(), begun + rest)
+
+
+@pytest.mark.asyncio(loop_scope="function")
 @pytest.mark.parametrize("endpoint", PATHS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_client_sets_its_own_total(
-    proxies: dict[str, Proxy], triton: TestTriton, transport: str, endpoint: str, stream: bool
-) -> None:
+async def test_a_client_sets_its_own_total(triton: TestTriton, transport: str, endpoint: str, clock: Clock) -> None:
     """A client whose own time is over is told so, and the work ends."""
-    prompt = steered(text="a", repeat=2000, delay_ms=20)
-    body = request(endpoint, "vllm_model", prompt, stream=stream, max_tokens=2000)
-    # A stream is to have begun by then.
-    answer = await proxies[transport].post(PATHS[endpoint], body, **{"x-request-timeout": "1.5" if stream else "0.3"})
+    clock.run()
+    path, prompt = PATHS[endpoint], steered(text="a", repeat=2000, delay_ms=20)
+    body = request(endpoint, "vllm_model", prompt, max_tokens=2000)
+    async with serving(proxy_settings(triton, transport), transport=transport) as proxy:
+        await proxy.ready()
+        whole = await proxy.post(path, body, **{"x-request-timeout": "0.3"})
+        stream = await over_in_time(proxy, clock, path, {**body, "stream": True})
 
-    if stream:
-        assert 200 == answer.status
-        assert '"upstream_timeout"' in answer.events[-1]
-        assert "cancelled" == (await end_of(triton, "vllm_model", id_of(answer)))[0]
-    else:
-        assert (504, "upstream_timeout") == (answer.status, answer.error["code"])
+        assert (504, "upstream_timeout") == (whole.status, whole.error["code"])
+        assert 200 == stream.status
+        assert '"upstream_timeout"' in stream.events[-1]
+        assert "cancelled" == (await end_of(triton, "vllm_model", id_of(stream)))[0]
 
 
-async def test_the_total_holds_for_several_answers(proxies: dict[str, Proxy]) -> None:
+@pytest.mark.asyncio(loop_scope="function")
+async def test_the_total_holds_for_several_answers(triton: TestTriton, clock: Clock) -> None:
     """All of them end together."""
+    clock.run()
     prompt = steered(text="a", repeat=2000, delay_ms=20)
     body = request("completions", "vllm_model", prompt, stream=True, max_tokens=2000, n=3)
-    answer = await proxies["http"].post("/v1/completions", body, **{"x-request-timeout": "1.5"})
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        answer = await over_in_time(proxy, clock, "/v1/completions", body)
     assert '"upstream_timeout"' in answer.events[-1]
 
 
@@ -114,5 +129,5 @@ async def test_headers_that_are_no_limits(proxies: dict[str, Proxy], name: str, 
 async def test_embeddings_have_a_total_too(proxies: dict[str, Proxy]) -> None:
     """The header is the same one."""
     body = {"model": "text_embedding", "input": "x"}
-    assert 200 == (await proxies["http"].post("/v1/embeddings", body, **{"x-request-timeout": "20"})).status
+    assert 200 == (await proxies["http"].post("/v1/embeddings", body, **{"x-request-timeout": "300"})).status
     assert 400 == (await proxies["http"].post("/v1/embeddings", body, **{"x-request-timeout": "no"})).status

@@ -64,7 +64,7 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
             "completions",
             "ensemble",
             # So many that some come by themselves, however busy the machine is.
-            steered(text="one two three ", repeat=6, delay_ms=30),
+            steered(text="one two three ", repeat=12, delay_ms=30),
             stream=True,
             max_tokens=100,
             stream_options=USAGE,

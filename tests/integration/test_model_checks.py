@@ -125,8 +125,9 @@ async def test_a_model_that_cannot_chat(fake: FakeTriton, tmp_path: Path, wrong:
     assert remedy in problem
 
 
-async def test_models_that_cannot_chat_for_the_same_reason(tmp_path: Path) -> None:
+async def test_models_that_cannot_chat_for_the_same_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log and the banner say it once, with the names of all; a model with a reason of its own has its own line."""
+    monkeypatch.setattr("triton_openai.models.lookup._TOGETHER_SECONDS", 120)
     async with FakeTriton(*map(config_of, "abcdef")) as triton:
         settings = Settings(
             triton=TritonSettings(url=(triton.url,)), models={"c": ModelSettings(tokenizer=save(tmp_path))}
@@ -174,7 +175,9 @@ async def test_what_could_not_be_loaded_is_tried_again(
         async with checked(fake, settings_of(fake, tokenizer=str(folder))) as proxy:
             model = proxy.models.served["m"]
             assert [False] == [served.can_chat for served in proxy.models.served.values()]
-            save(folder, tokenizer_config=CHATML)
+            save(tmp_path / "made", tokenizer_config=CHATML)
+            # At once: half of its files are a tokenizer without a template.
+            (tmp_path / "made").rename(folder)
             async with asyncio.timeout(120):
                 while not model.can_chat:  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)

@@ -96,7 +96,7 @@ async def listed(proxy: Proxy) -> list[str]:
     return [name for name in await all_listed(proxy) if not name.startswith("step_")]
 
 
-def settings_of(server: EmbeddedTriton, transport: str = "http", grace: float = 20.0, **triton: Any) -> Settings:
+def settings_of(server: EmbeddedTriton, transport: str = "http", grace: float = 300.0, **triton: Any) -> Settings:
     """Return settings in explicit mode that look seldom: what a call changes must show at once."""
     url = server.http_url if transport == "http" else server.grpc_url
     fields = {"model_control_mode": "explicit", "refresh_interval": 600.0, **triton}
@@ -403,7 +403,7 @@ async def raw(proxy: Proxy, path: str) -> tuple[int, str | None]:
         st.sampled_from(["..", ".", "/", "%2e", "%2F", "%00", "a", "\\", ";", "?", "#"]), min_size=1, max_size=6
     ).map("".join)
 )
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 def test_hostile_names(name):
     """No name gets past the check that is more than one folder's."""
     try:

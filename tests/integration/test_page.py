@@ -322,7 +322,7 @@ async def test_chats_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.until(f"{IDLE} && {ANSWERS}.length === 1 && {ANSWERS}[0].innerText.includes('stop')")
 
             # Escape stops an answer; what has come of it stays.
-            slow = {"text": "a b c d e f g h", "delay_ms": 300}
+            slow = {"text": "a b c d e f g h", "repeat": 100, "delay_ms": 300}
             await tab.type("#prompt", f"Four <<steer {json.dumps(slow)}>>")
             await tab.click("#send")
             await tab.until(f"{ANSWERS}[1]?.innerText.includes('a')")

@@ -94,7 +94,7 @@ async def leave_unread(client: Client, body: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_a_refused_body_is_not_read(encrypted: bool, tmp_path: Path) -> None:
+async def test_a_refused_body_is_not_read(encrypted: bool, tmp_path: Path, clock: Clock) -> None:
     """A client that sends all of it before it reads gets its answer, and no other one; then the connection ends."""
     authority = Authority(tmp_path)
     certificate, tls = (authority.issue("service"), authority.client()) if encrypted else (None, None)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import pytest
 from tests.clients.service import Service, until
 from tests.integration.test_worker_limits import ASK, KEYS, begin, run_one_more
 from tests.integration.test_workers import pids, workers
+from tests.stopped import stop_process
 from tests.store_fixture import Server
 from tests.triton_fixture import TestTriton
 
@@ -74,26 +76,63 @@ def test_services_with_workers_count_exactly(services: tuple[Service, ...], data
     else:
         pytest.fail("Redis was silent in each round.")
 
-    until(lambda: all(map(answering, services)))
     one, two = services
     with contextlib.ExitStack() as clients:
-        for service in (one, one):
-            connection = service.connect()
-            clients.callback(connection.close)
-            assert 200 == begin(connection)
-        of_one = leases(database)
-        assert len(of_one) == 2
-        connection = two.connect()
-        clients.callback(connection.close)
-        assert 200 == begin(connection)
-        assert not [more for service in services for _ in range(4) if (more := run_one_more(service))]
-        for pid in (one.process.pid, *pids(one).values()):
+        of_one = fill(services, database, clients)
+        # Nobody replaces the workers, and none of them notices that its parent has gone and ends in order.
+        stop_process(one.process.pid)
+        for pid in (*pids(one).values(), one.process.pid):
             os.kill(pid, signal.SIGKILL)
-        assert run_one_more(two) is None
+        assert not has_room(two, services)
         time_passes(database, of_one)
         for _ in range(2):
             clients.callback(until(lambda: run_one_more(two)).close)
-        assert run_one_more(two) is None
+        assert not has_room(two, services)
+
+
+def fill(services: tuple[Service, ...], database: str, clients: contextlib.ExitStack) -> dict[Any, float]:
+    """
+    Begin two streams at the first service and one at the second, which *clients* close, while Redis answers.
+
+    Return the leases of the first two. There is no room for another stream then.
+    """
+    one, two = services
+    for _ in range(10):
+        until(lambda: all(map(answering, services)) and not leases(database))
+        lost = silences(services)
+        with contextlib.ExitStack() as opened:
+            statuses = [_begin(one, opened), _begin(one, opened)]
+            of_one = leases(database)
+            statuses.append(_begin(two, opened))
+            more = [has_room(service, services) for service in services for _ in range(4)]
+            if len(leases(database)) == 3 and silences(services) == lost and all(map(answering, services)):
+                assert [200] * 3 == statuses
+                assert len(of_one) == 2
+                assert not any(more)
+                clients.push(opened.pop_all())
+                return of_one
+    pytest.fail("Redis was silent each time.")
+
+
+def _begin(service: Service, opened: contextlib.ExitStack) -> int:
+    connection = service.connect()
+    opened.callback(connection.close)
+    return begin(connection)
+
+
+def has_room(service: Service, services: tuple[Service, ...]) -> bool:
+    """Return whether *service* lets one more stream in while Redis answers."""
+    while True:
+        until(lambda: all(map(answering, services)))
+        lost = silences(services)
+        name = uuid.uuid4().hex
+        with contextlib.closing(service.connect()) as connection:
+            if begin(connection, name) != 200:
+                return False
+        # A worker that counts alone has room, and has logged that it does before the line of the request.
+        until(lambda: any(name in line for line in service.log_lines()))  # noqa: B023
+        if silences(services) == lost:
+            return True
 
 
 def silences(services: tuple[Service, ...]) -> int:

@@ -17,7 +17,7 @@ import pytest
 import structlog
 
 from tests.cases import every_case
-from tests.clock import Clock, turns
+from tests.clock import Clock
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.scrape import Scrape
 from tests.tls_fixture import Authority
@@ -111,6 +111,17 @@ async def connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterat
         writer.close()
 
 
+async def answers_another(port: int, tls: ssl.SSLContext | None = None) -> None:
+    """
+    Have the service answer another client.
+
+    It has then accepted those before, and read what they have sent: a socket of another side gets nothing at once.
+    """
+    async with connected(port, tls) as other:
+        other.writer.write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert 200 == (await other.answer())[0]
+
+
 async def test_a_head_that_dribbles(clock: Clock) -> None:
     """A connection whose head does not come to its end (Slowloris) is closed."""
     async with listening(LIMITS) as port, connected(port) as client, client.dribbling(SLOW, clock):
@@ -121,6 +132,7 @@ async def test_a_client_that_says_nothing(clock: Clock) -> None:
     """A client that says nothing is kept as long as an idle connection, and gets no answer to no question."""
     limits = msgspec.structs.replace(LIMITS, keepalive_timeout=60)
     async with listening(limits) as port, connected(port) as client:
+        await answers_another(port)
         await clock.elapse(59, 10)
         assert not client.reader.at_eof()
         await clock.elapse(2)
@@ -159,7 +171,7 @@ async def test_a_body_that_dribbles(chunked: bool, clock: Clock) -> None:
         head = head.replace(b"Content-Length: 10000", b"Transfer-Encoding: chunked")
     async with listening(LIMITS) as port, connected(port) as client:
         client.writer.write(head + (b"1\r\nx\r\n" if chunked else b"x"))
-        await turns()
+        await answers_another(port)
         async with connected(port) as other:
             other.writer.write(HEAD % len(BODY) + BODY)
             assert 200 == (await other.answer())[0]
@@ -186,6 +198,7 @@ async def test_an_answer_that_takes_longer(clock: Clock) -> None:
     limits = msgspec.structs.replace(LIMITS, body_timeout=300)
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(HEAD % len(BODY))
+        await answers_another(port)
         await clock.elapse(2 * limits.header_timeout)
         client.writer.write(BODY)
         assert 200 == (await client.answer())[0]
@@ -327,7 +340,9 @@ async def test_a_client_that_takes_nothing(
 
 async def test_a_handshake_that_does_not_come(tmp_path: Path, clock: Clock) -> None:
     """A handshake that does not come has the time that the head of a request has."""
-    async with listening(LIMITS, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
+    authority = Authority(tmp_path)
+    async with listening(LIMITS, certificate=authority.issue("service")) as port, connected(port) as client:
+        await answers_another(port, authority.client())
         await clock.elapse(LIMITS.header_timeout - 1, 10)
         assert not client.reader.at_eof()
         await clock.elapse(2)

@@ -239,7 +239,7 @@ async def test_lora_adapters(llmapi: Proxy, triton: TestTriton) -> None:
 @in_session_loop
 async def test_leaving_cancels(llmapi: Proxy, triton: TestTriton) -> None:
     """Closing the stream is what ends the work: the first event is read, and no other."""
-    body = request("completions", MODEL, steered(text="word ", eos=False, delay_ms=5), max_tokens=2000, stream=True)
+    body = request("completions", MODEL, steered(text="word ", eos=False, delay_ms=50), max_tokens=2000, stream=True)
     async with llmapi.client.post(PATHS["completions"], json=body) as response:
         line = await response.content.readline()
 

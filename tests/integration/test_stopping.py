@@ -66,16 +66,16 @@ def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) 
 
     Then nobody can connect, and a stream that runs is answered to its end. SIGHUP comes too late to change anything.
     """
-    several = ("--workers", workers, "--shutdown-delay", "4", "--shutdown-grace", "60")
-    # It begins before the delay does, and lasts for twice as long.
-    text = {"text": "one two three ", "repeat": 16, "delay_ms": 160}
-    body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 71, "stream": True}
+    several = ("--workers", workers, "--shutdown-delay", "5", "--shutdown-grace", "120")
+    # It begins before the delay does, and lasts for more than twice as long.
+    text = {"text": "one two three ", "repeat": 26, "delay_ms": 160}
+    body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 111, "stream": True}
     replies: list[Reply] = []
-    before = len(asked(triton.record.events(), 71))
+    before = len(asked(triton.record.events(), 111))
     with serving(tmp_path, "--triton-url", triton.http_url, *several, XDG_RUNTIME_DIR=str(tmp_path)) as service:
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
         thread.start()
-        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 120)
+        triton.record.wait_for(lambda events: len(asked(events, 111)) > before, 120)
         assert "Connection" not in service.send("GET", "/health/live").headers
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.status("/health/ready") == 503)

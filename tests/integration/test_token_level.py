@@ -45,7 +45,7 @@ pytestmark = in_session_loop
 MODELS = ("tensorrt_llm", "tensorrt_llm_legacy", "tensorrt_llm_nonstreaming")
 STREAMING = ("tensorrt_llm", "tensorrt_llm_legacy")
 SEEDS = {"tensorrt_llm": "seed", "tensorrt_llm_legacy": "random_seed", "tensorrt_llm_nonstreaming": "seed"}
-LIMITS = TimeLimits(first_token=60, idle=60, total=None)
+LIMITS = TimeLimits(first_token=120, idle=120, total=None)
 # One token for each byte of what is beyond ASCII.
 HARD = 'Zoë paid 5 € for  two 😀👩‍👩‍👧\n\tand left "now".'
 
@@ -280,7 +280,7 @@ async def test_token_ids_go_through_unchanged(
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
 
     (run,) = await runs_of(context_of(service, model), (await model.prompter()).tokenizer, [ids], nine_tokens())
-    (answer,) = await collect([run], timeout=60)
+    (answer,) = await collect([run], timeout=120)
 
     assert ids == (await inputs_of(triton, "tensorrt_llm", run.generation.id))["input_ids"]["value"]
     assert run.progress.usage is not None
@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_ends_the_work(direct: Proxy, triton: TestTri
     """Closing the stream is enough: the engine sees it."""
     seed = 424_242 + 2 * TRANSPORTS.index(direct.transport) + stream
     body = request(
-        "completions", "tensorrt_llm", steered(text="word ", eos=False, delay_ms=5), max_tokens=2000, seed=seed
+        "completions", "tensorrt_llm", steered(text="word ", eos=False, delay_ms=50), max_tokens=2000, seed=seed
     )
 
     call = asyncio.create_task(direct.post(PATHS["completions"], {**body, "stream": stream}))

@@ -174,7 +174,8 @@ async def test_lanes(triton: TestTriton) -> None:
         assert {"a": ["a 0", "a 1", "a 2"], "b": ["b"]} == ended
         assert [("c", "websocket_stream_limit_reached")] == errors
         for _ in range(18):
-            await socket.ask("slow " * 20, delay=10, stream_id="a")
+            # None ends before all have been sent.
+            await socket.ask("slow " * 20, delay=2000, stream_id="a")
         codes: list[str] = []
         while not codes or codes[-1] != "websocket_queue_limit_reached":
             event = await socket.event()
@@ -289,7 +290,8 @@ async def test_the_size_of_what_waits(triton: TestTriton) -> None:
     settings = changed(proxy_settings(triton, "http"), responses={"store": "none"}, server={"max_body_size": 65_536})
     async with serving(settings) as proxy, connected(proxy) as socket:
         await proxy.ready()
-        await socket.ask("slow " * 20, delay=10, stream_id="a")
+        # It does not end before the others have been sent.
+        await socket.ask("slow " * 20, delay=2000, stream_id="a")
         for _ in range(2):
             await socket.ask("b", metadata={"filler": "x" * 512}, instructions="y" * 40_000, stream_id="a")
         event = await socket.event()
@@ -336,10 +338,11 @@ async def test_the_end_of_the_service(triton: TestTriton) -> None:
     settings = changed(proxy_settings(triton, "http"), responses={"store": "none"})
     async with serving(settings) as proxy, connected(proxy) as idle, connected(proxy) as busy:
         await proxy.ready()
-        await busy.ask("word " * 30, delay=10)
+        # It has to run until the next request has been refused, also on a busy machine.
+        await busy.ask("word " * 30, delay=100)
         await busy.event()
         draining = proxy.client.app[DRAINING]
-        end = asyncio.create_task(draining.drain(20))
+        end = asyncio.create_task(draining.drain(120))
         message = await asyncio.wait_for(idle.raw.receive(), 120)
         assert (WSMsgType.CLOSE, 1012) == (message.type, message.data)
         await busy.ask(stream_id="late")

@@ -70,9 +70,10 @@ def test_tokens_of_a_minute(service: Service) -> None:
     assert {429: 100} == statuses(service, "sk-tokens", clients=16, requests=100)
 
 
-def begin(connection: http.client.HTTPConnection) -> int:
+def begin(connection: http.client.HTTPConnection, request_id: str = "") -> int:
     """Ask for a stream over *connection* and return its status; let in, it runs until the connection is closed."""
-    connection.request("POST", "/v1/completions", json.dumps(ENDLESS), {"api-key": "sk-slots"})
+    headers = {"api-key": "sk-slots", "x-request-id": request_id}
+    connection.request("POST", "/v1/completions", json.dumps(ENDLESS), headers)
     return connection.getresponse().status
 
 

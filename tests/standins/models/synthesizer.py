@@ -24,7 +24,7 @@ from .tensors import Recorder, scalar
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PER_LETTER = 240
 _PARTS = 3
-_ENDLESS_SECONDS = 20.0
+_ENDLESS_SECONDS = 120.0
 
 
 def spoken(text: str) -> Any:
