@@ -60,8 +60,9 @@ _LINES = 50
 # In place of a URL.
 _OF_LINES = "lines"
 _LINES_SECONDS = 120.0
-# The bench itself, and what the service measures on a timer, which may fall into any request.
-_BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
+# The bench itself, what the service measures on a timer, which may fall into any request, and the ends of other
+# threads: a request has none.
+_BESIDE = ("bench", "__main__", "triton_openai.telemetry.process", "asyncio.futures", "concurrent", "threading")
 # What runs once a second, whatever requests there are. On a slow machine, each request falls into a second of its own.
 _EACH_SECOND = {
     "triton_openai.access.authorizer:Authorizer.watch",
