@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import io
+import math
 import os
 import select
 import sys
@@ -231,8 +232,14 @@ def background_writer(stream: TextIO) -> BackgroundWriter | None:
 
 
 def drain(timeout: float = 1.0) -> None:
-    """Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most."""
-    deadline = time.monotonic() + timeout
+    """
+    Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most.
+
+    The wait is divided into short steps: time in which the whole process stands still does not count.
+    """
+    step = _GATHER_SECONDS / 4
     writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
-    while any(writer is not None and writer.pending for writer in writers) and time.monotonic() < deadline:
-        time.sleep(_GATHER_SECONDS / 4)
+    for _ in range(math.ceil(timeout / step)):
+        if not any(writer is not None and writer.pending for writer in writers):
+            return
+        time.sleep(step)
