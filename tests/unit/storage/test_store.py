@@ -45,6 +45,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
         limits.append("postgresql._CONNECT_SECONDS")
     for limit in limits:
         monkeypatch.setattr(f"triton_openai.storage.{limit}", 120.0)
+    monkeypatch.setattr("triton_openai.app._STORE_SECONDS", 120.0)
 
 
 def opened(url: str, **settings: Any) -> Store:
