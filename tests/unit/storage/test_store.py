@@ -713,6 +713,8 @@ async def test_a_migration_of_a_server_that_hangs(postgresql: Server, monkeypatc
     from triton_openai.storage import postgresql as module
 
     monkeypatch.setattr(module, "_CHECK_SECONDS", 0.01)
+    # A check that has begun before the server hangs keeps this limit.
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 10.0)
     url = postgresql.url()
     blocking = await asyncpg.connect(url)
     await blocking.execute("SELECT pg_advisory_lock(7461834517)")
