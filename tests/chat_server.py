@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -38,6 +38,8 @@ class ChatServer:
         self.closes = False
         #: Whether an answer never ends.
         self.hangs = False
+        #: Called when a request has come that is none for a list of models.
+        self.on_request: Callable[[], object] = lambda: None
         #: The bodies and headers of all requests but those for lists of models.
         self.asked: list[dict[str, Any]] = []
         self.sent: list[dict[str, str]] = []
@@ -61,6 +63,7 @@ def chat_server() -> Iterator[ChatServer]:
         def do_POST(self) -> None:
             server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             server.sent.append(dict(self.headers))
+            server.on_request()
             headers = {**server.headers, "Transfer-Encoding": "chunked"}
             if server.closes:
                 headers["Connection"] = "close"

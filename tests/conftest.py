@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from triton_openai.media import voice_activity
+from triton_openai.media import decode, voice_activity
 
 pytest_plugins = [
     "tests.timeouts",
@@ -111,6 +111,14 @@ def _tones_are_speech() -> Iterator[None]:
     """Let the level of audio decide what is speech: the words of :mod:`tones` are none to Silero's network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(voice_activity, "silero_available", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _files_take_their_time() -> Iterator[None]:
+    """Wait for the process that opens a file of audio: a machine that stands still refuses none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_OPEN_SECONDS", 120.0)
         yield
 
 

@@ -40,6 +40,20 @@ def free_port() -> int:
     return port
 
 
+@contextlib.contextmanager
+def closed_port(port: int = 0) -> Iterator[int]:
+    """
+    Yield a port of 127.0.0.1 at which nobody listens during the block: *port*, whose server has ended, or any.
+
+    The port of a server that has ended is free, and the kernel may give it to another test.
+    """
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        # It does not listen, so the kernel refuses connections.
+        yield bound.getsockname()[1]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _ports_of_tritons() -> Iterator[None]:
     """Start each Triton of this process on such ports, and wait for the last of them also on a slow machine."""

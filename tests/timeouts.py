@@ -27,8 +27,8 @@ import pytest_timeout
 
 # Seconds between an error and the next one. The environment changes them for the tests of this module.
 _AGAIN = float(os.environ.get("TEST_AGAIN", "5"))
-# Seconds from the first error to the end of the process.
-_GRACE = float(os.environ.get("TEST_GRACE", "60"))
+# Seconds from the first error to the end of the process. The tests of this module change them.
+_GRACE = 60.0
 _SETTINGS = pytest.StashKey[Any]()
 # Whether its setup, its call or its teardown runs.
 _RUNNING = pytest.StashKey[bool]()

@@ -327,7 +327,7 @@ def test_a_client_that_waits_too_little(service: Service) -> None:
     with OpenAI(base_url=service.base_url, api_key="none", max_retries=0, timeout=0.3) as impatient:
         with pytest.raises(openai.APITimeoutError):
             impatient.chat.completions.create(
-                model="vllm_model", messages=user(steered(text=WORDS, first_delay_ms=3000))
+                model="vllm_model", messages=user(steered(text=WORDS, first_delay_ms=60_000))
             )
         answer = impatient.with_options(timeout=120).chat.completions.create(model="vllm_model", messages=user(PROMPT))
 

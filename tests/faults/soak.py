@@ -46,7 +46,7 @@ MODELS = ["ensemble", "vllm_model", "text_embedding"]
 # What a fault broke may be noticed after its end, and that Triton has ended by itself is seen after it did.
 _AFTERMATH_SECONDS = 3.0
 _NOTICE_SECONDS = 1.0
-_SETTLE_SECONDS = 30.0
+_SETTLE_SECONDS = 120.0
 _WARM_SHARE = 0.1
 _READY_SECONDS = 60.0
 # What the service may say while something is done to what is named first. Whatever else goes wrong is its own fault at

@@ -150,4 +150,4 @@ async def test_a_client_that_goes(asking: Asking, own: TestTriton) -> None:
     await asking.endpoint.close()
 
     for name in names:
-        assert await asyncio.to_thread(own.record.wait_for, bool, 30.0, id=name, event="cancelled")
+        assert await asyncio.to_thread(own.record.wait_for, bool, 120.0, id=name, event="cancelled")

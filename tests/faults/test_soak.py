@@ -16,7 +16,7 @@ def test_a_short_soak() -> None:
     behind.
     """
     command = [sys.executable, "-m", "tests.faults.soak", "--seconds", "8", "--clients", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr
     lines = done.stdout.splitlines()

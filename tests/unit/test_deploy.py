@@ -27,6 +27,7 @@ from packaging.utils import canonicalize_name
 from tests import deploy_files as files
 from tests.cases import every_case
 from tests.deploy_files import DEPLOY, ROOT, Start
+from tests.ports import closed_port
 from tests.programs import found
 from tests.tls_fixture import Authority
 from triton_openai.app import create_app
@@ -298,7 +299,7 @@ def validated(*arguments: str) -> None:
     """Run check-jsonschema; skip where it is not installed."""
     pytest.importorskip("check_jsonschema")
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "check_jsonschema", *arguments], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -426,12 +427,9 @@ async def test_the_health_check_of_the_images(status: int) -> None:
 
 async def test_the_health_check_without_a_service() -> None:
     """Nobody listens: it ends with 1 and says where it asked."""
-    server = TestServer(web.Application())
-    await server.start_server()
-    url = str(server.make_url("/health/live"))
-    await server.close()
-
-    ended, said = await health_check(HEALTHCHECK_URL=url)
+    with closed_port() as port:
+        url = f"http://127.0.0.1:{port}/health/live"
+        ended, said = await health_check(HEALTHCHECK_URL=url)
 
     assert 1 == ended
     assert url in said
@@ -492,9 +490,18 @@ async def answered(_request: web.Request) -> web.Response:
 
 
 async def health_check(*arguments: str, **environment: str) -> tuple[int | None, str]:
-    """Run the script with *arguments* and *environment*; return its exit status and what it said."""
+    """
+    Run the script with *arguments* and *environment*; return its exit status and what it said.
+
+    It waits for an answer for longer than its two seconds: the server runs in the process of the test.
+    """
+    program = (
+        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import healthcheck\n"
+        "healthcheck._SECONDS = 120.0\n"
+        "healthcheck.main()"
+    )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(DEPLOY / "healthcheck.py"), *arguments), env=environment, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", program, *arguments), env=environment, stderr=asyncio.subprocess.PIPE
     )
     _, said = await process.communicate()
     return process.returncode, said.decode()

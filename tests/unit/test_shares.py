@@ -16,6 +16,7 @@ from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from triton_openai import offload
+from triton_openai.app import SERVICE
 from triton_openai.config.tree import (
     AccessSettings,
     GatewaySettings,
@@ -88,15 +89,24 @@ async def test_one_key_does_not_take_what_others_need(path: str, access: str) ->
                     await response.read()
                     return int(response.status)
 
+            admission = proxy.client.server.app[SERVICE].admission  # type: ignore[attr-defined]
+
+            def undecided() -> int:
+                """Return how many requests are neither answered nor wait or run."""
+                admitted = 0
+                # What runs in the background has been answered.
+                if not background:
+                    admitted = len(admission.queue) + sum(map(len, admission.running.values()))
+                return sum(not task.done() for task in asking) - admitted
+
             async def ask_often(headers: dict[str, str], number: int) -> int:
                 """Return how many of so many requests are refused; the others wait, or are made."""
                 now = [asyncio.create_task(ask(headers)) for _ in range(number)]
                 asking.extend(now)
-                refused = 0
-                for _ in range(100):
-                    await asyncio.sleep(0.002)
-                    refused = sum(task.done() and task.result() == 503 for task in now)
-                return refused
+                async with asyncio.timeout(120):
+                    while undecided():  # noqa: ASYNC110 - an admission sets no event here
+                        await asyncio.sleep(0.002)
+                return sum(task.done() and task.result() == 503 for task in now)
 
             # One of the queue's requests runs.
             room = 8 if background else 9

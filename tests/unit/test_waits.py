@@ -17,6 +17,7 @@ _WAITS = {
     "create_connection": 1,
     "join": 0,
     "result": 0,
+    "run": None,
     "settimeout": 0,
     "urlopen": None,
     "until": 1,
@@ -24,6 +25,8 @@ _WAITS = {
     "wait_for": 1,
     "wait_for_end": 1,
 }
+# What calls its first argument with the others.
+_CALLERS = {"asyncio.to_thread", "partial", "functools.partial"}
 # Waits that something else follows when they end.
 _TRIED_AGAIN = {
     "tests/engine/servers.py": "the server is asked again",
@@ -37,6 +40,10 @@ _TRIED_AGAIN = {
 def _limit(call: ast.Call) -> float | None:
     """Return the limit of a wait in seconds, if *call* is one and says it as a number."""
     name = ast.unparse(call.func)
+    arguments = call.args
+    if name in _CALLERS and arguments:
+        name = ast.unparse(arguments[0])
+        arguments = arguments[1:]
     if name not in _WAITS:
         name = name.rpartition(".")[2]
     if name not in _WAITS:
@@ -44,7 +51,7 @@ def _limit(call: ast.Call) -> float | None:
     place = _WAITS[name]
     limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
     if place is not None:
-        limits += call.args[place : place + 1]
+        limits += arguments[place : place + 1]
     for limit in limits:
         if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float):
             return limit.value

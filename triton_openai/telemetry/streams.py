@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import io
+import math
 import os
 import select
 import sys
@@ -26,8 +27,6 @@ _MAX_LINES = 10_000
 _MAX_BYTES = 16 * 1024 * 1024
 # Lines gather this long after each write: a thread that wakes for every line costs more than the line.
 _GATHER_SECONDS = 0.02
-# How long the last lines may take at the end of the process.
-_LAST_SECONDS = 1.0
 
 #: Lines a minute of native libraries that are logged.
 MAX_NATIVE_LINES = 20
@@ -231,9 +230,15 @@ def background_writer(stream: TextIO) -> BackgroundWriter | None:
     return None
 
 
-def drain() -> None:
-    """Wait until all lines of the standard streams are written or lost, for a second at most."""
-    deadline = time.monotonic() + _LAST_SECONDS
+def drain(timeout: float = 1.0) -> None:
+    """
+    Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most.
+
+    The wait is divided into short steps: time in which the whole process stands still does not count.
+    """
+    step = _GATHER_SECONDS / 4
     writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
-    while any(writer is not None and writer.pending for writer in writers) and time.monotonic() < deadline:
-        time.sleep(_GATHER_SECONDS / 4)
+    for _ in range(math.ceil(timeout / step)):
+        if not any(writer is not None and writer.pending for writer in writers):
+            return
+        time.sleep(step)

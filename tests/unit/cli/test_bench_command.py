@@ -10,6 +10,7 @@ import pytest
 
 from tests.cases import every_case
 from tests.chat_server import ChatServer, chat_server, event, usage
+from tests.clock import Clock
 from triton_openai.cli import main
 from triton_openai.cli.bench import progress_line
 from triton_openai.load import streams
@@ -80,11 +81,13 @@ def test_requests_that_fail(server: ChatServer, capsys: pytest.CaptureFixture[st
     assert "triton-openai: No request succeeded. The first failed: refused: HTTP 429: Slow down.\n" == printed.err
 
 
-def test_a_window_of_time(server: ChatServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_of_time(server: ChatServer, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
     """A number of seconds takes the place of a number of requests."""
+    # Each request takes half of it, so that at least one lies in it.
+    server.on_request = lambda: clock.advance(5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("triton_openai.cli.bench._WARM_SECONDS", 0.0)
-        assert 0 == main(["bench", "--seconds", "0.3", "--streams", "1", "--prompt", "x", "--json"])
+        assert 0 == main(["bench", "--seconds", "10", "--streams", "1", "--prompt", "x", "--json"])
 
     assert {"x"} == {body["messages"][0]["content"] for body in server.asked}
     assert json.loads(capsys.readouterr().out)["tokens"] > 0

@@ -63,7 +63,7 @@ def run(shell: str, text: str, folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         cwd=folder,
         env=environ,
         stdin=subprocess.DEVNULL,

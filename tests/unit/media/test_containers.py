@@ -92,9 +92,14 @@ _SIZE = 16 << 20
 )
 def test_files_that_take_long_to_look_at(file: bytes) -> None:
     """Zeros and empty chunks without end take no seconds: an upload can have megabytes of them."""
+    assert min(seconds_of(file) for _ in range(5)) < 0.1
+
+
+def seconds_of(file: bytes) -> float:
+    """Return the seconds of CPU time for a look at *file*; other programs on the machine only make them more."""
     began = time.thread_time()
     content_of(file)
-    assert time.thread_time() - began < 0.1
+    return time.thread_time() - began
 
 
 def test_a_wav_file_that_is_really_empty() -> None:

@@ -18,6 +18,7 @@ from yarl import URL
 
 from tests.cases import every_case
 from tests.pictures import data_url, png
+from tests.ports import closed_port
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.media.fetch import (
     AddressRefusedError,
@@ -285,7 +286,7 @@ async def fetching(here: Site, *answers: tuple[str, ...], **options: Any) -> Asy
     hosts = AllowedHosts(
         [f"images.example:{here.port}", f"{HERE}:{here.port}", f"[::1]:{here.port}", "2130706433", "017700000001"]
     )
-    given: dict[str, Any] = {"max_size": LIMIT, "timeout": 20.0, "concurrency": 4, "allows": only_here, **options}
+    given: dict[str, Any] = {"max_size": LIMIT, "timeout": 120.0, "concurrency": 4, "allows": only_here, **options}
     fetcher = Fetcher(hosts=hosts, lookup=FakeLookup(*answers), **given)
     try:
         yield fetcher
@@ -389,10 +390,10 @@ async def test_hosts_that_fail() -> None:
     async with site() as here, fetching(here, (HERE,)) as fetcher:
         with pytest.raises(InvalidRequest, match="cannot be reached"):
             await fetcher.fetch(f"http://images.example:{here.port}/cut?token=secret")
-        port = here.port
-    async with fetching(here, (HERE,)) as fetcher:
-        with pytest.raises(InvalidRequest) as caught:
-            await fetcher.fetch(f"http://images.example:{port}/a.png?token=secret")
+    with closed_port() as here.port:
+        async with fetching(here, (HERE,)) as fetcher:
+            with pytest.raises(InvalidRequest) as caught:
+                await fetcher.fetch(f"http://images.example:{here.port}/a.png?token=secret")
     assert "The image could not be fetched: its host 'images.example' cannot be reached." == caught.value.message
 
 

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.ports import closed_port
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
 from triton_openai.app import SERVICE
@@ -205,11 +207,13 @@ async def test_clients_that_waited_in_vain() -> None:
 async def test_a_triton_that_is_away_is_no_silent_model() -> None:
     """A Triton that is away is told as such, and not as a silent model."""
     async with in_front_of(config_of("m")) as (proxy, triton, canary):
+        port = urlsplit(triton.url).port
         await triton.__aexit__()
-        assert 503 == (await ask(proxy, times=4)).status
-        await until(lambda: not canary.asking)
-        answer = await proxy.get("/health/ready")
-        assert (503, {"status", "reason"}) == (answer.status, set(answer.json))
+        with closed_port(port or 0):
+            assert 503 == (await ask(proxy, times=4)).status
+            await until(lambda: not canary.asking)
+            answer = await proxy.get("/health/ready")
+            assert (503, {"status", "reason"}) == (answer.status, set(answer.json))
 
 
 async def test_a_model_that_goes() -> None:

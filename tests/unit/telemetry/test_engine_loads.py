@@ -35,6 +35,12 @@ CACHE = "triton_openai_engine_cache_usage"
 REQUESTS = "triton_openai_engine_requests"
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a scrape wait for the engines, however busy the machine is."""
+    monkeypatch.setattr(exposition, "_ENGINE_TIMEOUT", 120.0)
+
+
 def answering(body: Any) -> list[dict[str, Any]]:
     """Return the responses of a companion model whose engine says *body*."""
     return [{"response": json.dumps(body)}]

@@ -51,6 +51,12 @@ nv_cpu_utilization 0.25 1700000000000
 """
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a scrape wait for Triton's metrics, however busy the machine is."""
+    monkeypatch.setattr(triton_metrics, "_TIMEOUT", 120.0)
+
+
 @asynccontextmanager
 async def port_with(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     """Yield the address of metrics that are what *answer* says."""
@@ -190,7 +196,7 @@ async def loads(url: str, *, vllm: bool = True) -> list[str | None]:
 async def test_load_in_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that asks gets a model's load with the answer; without Triton's metrics, what is known here."""
     # However busy the machine is.
-    monkeypatch.setattr(exposition, "_LOAD_TIMEOUT", 30)
+    monkeypatch.setattr(exposition, "_LOAD_TIMEOUT", 120.0)
     async with port_with(await say(TEXT)) as url:
         text, json_report, *rest = await loads(url)
         assert [None] * 5 == await loads(url, vllm=False)

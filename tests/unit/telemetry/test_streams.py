@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import resource
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -142,9 +144,10 @@ def test_a_pipe_that_its_owner_does_not_wait_for(pipe: Pipe) -> None:
 def test_lines_of_processes_stay_whole() -> None:
     """Workers write into the same pipe."""
     program = (
-        "import sys; from triton_openai.telemetry.streams import write_in_background\n"
+        "import sys; from triton_openai.telemetry.streams import drain, write_in_background\n"
         "writer = write_in_background('stderr')\n"
-        "for _ in range(500): writer.write(sys.argv[1].encode() * 150 + b'\\n')"
+        "for _ in range(500): writer.write(sys.argv[1].encode() * 150 + b'\\n')\n"
+        "drain(120)"
     )
     reading, writing = os.pipe()
     processes = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=writing) for letter in "abc"]
@@ -154,6 +157,23 @@ def test_lines_of_processes_stay_whole() -> None:
 
     assert [0, 0, 0] == [process.wait() for process in processes]
     assert sorted(letter * 150 for letter in "abc" * 500) == sorted(lines)
+
+
+def test_a_process_that_stood_still_writes_its_last_lines(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time to write them is that in which it runs: the clock goes on while it is stopped."""
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr("time.monotonic", lambda: float(next(hours)))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(pipe.writer)))
+    pipe.writer.write(b"a" * _MUCH + b"\n")
+    # Nobody has read it yet.
+    pending = [pipe.writer.pending]
+    reading = threading.Thread(target=pipe.lines_until, args=[b"a"])
+    reading.start()
+    streams.drain(60)
+    pending.append(pipe.writer.pending)
+    reading.join()
+    monkeypatch.undo()
+    assert [True, False] == pending
 
 
 # Whoever writes to stderr, and an exception that nobody catches. It takes no import of ours but one.
@@ -207,10 +227,12 @@ from triton_openai.telemetry.streams import drain, write_in_background, original
 
 times, crashes = int(sys.argv[1]), sys.argv[2] == "crash"
 writer = write_in_background("stderr")
+one_is_there = threading.Event()
 all_are_there = threading.Event()
 
 def log(line):
     writer.write(f"logged: {line}\\n".encode())
+    one_is_there.set()
     if line == "the last one":
         all_are_there.set()
 
@@ -226,6 +248,8 @@ if times == 1:
     library.dprintf(1, b"the last ")
     library.dprintf(1, b"one\\n")
     all_are_there.wait()
+# A thread logs what was printed.
+one_is_there.wait()
 if crashes:
     drain()
     os.abort()

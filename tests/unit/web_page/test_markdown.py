@@ -97,7 +97,9 @@ def rendered(texts: Sequence[tuple[str, str, int, str, int]]) -> list[str | int]
     which it is written.
     """
     program = [found("Node.js"), str(Path(__file__).with_name("markdown.mjs")), str(MODULE)]
-    done = subprocess.run(program, input=json.dumps(texts), capture_output=True, text=True, timeout=60, check=False)
+    # What takes more than a minute of CPU time is ended. A busy machine may take longer for it.
+    limited = ["sh", "-c", 'ulimit -t 60 && exec "$@"', "sh", *program]
+    done = subprocess.run(limited, input=json.dumps(texts), capture_output=True, text=True, check=False)
     assert (0, "") == (done.returncode, done.stderr[-2000:])
     return list(json.loads(done.stdout))
 
