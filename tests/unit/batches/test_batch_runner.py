@@ -364,6 +364,7 @@ WRONG = {
     "background_not_supported": (request("a", body={"model": "m", "background": True}),),
     "model_not_found": (request("a", model="unknown"),),
     "too_many_requests": (b"".join(map(request, NAMES)),),
+    "too_many_blank_lines": (b"\n" * 20, request("a") + b" \r\n" * 20),
     "line_too_long": (request("a" * 5_000_000),),
     "string_above_max_length": (request("a") + b"too much, and no JSON\n", request("too much")),
     "empty_file": (b"", b"\n\r\n", b"\xef\xbb\xbf"),
