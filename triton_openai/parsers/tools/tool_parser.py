@@ -41,9 +41,9 @@ _MAX_FENCE = 64
 #: The languages of code blocks in which models write calls.
 _LANGUAGES_OF_CALLS = frozenset({"", "json", "python", "tool_call", "tool_code"})
 # Tolerant readings may read so many characters of an answer more than once, or in vain.
-_MAX_SPENT = 200_000
+_MAX_SPENT = 100_000
 # One reading gets no more characters than this.
-_MAX_TOLERANT = 200_000
+_MAX_TOLERANT = 100_000
 
 
 class ToolParser(TextParser):
