@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -227,6 +228,15 @@ async def test_frames_that_end_the_connection(triton: TestTriton) -> None:
                 message = await asyncio.wait_for(socket.raw.receive(), 120)
                 assert WSMsgType.CLOSE == message.type
                 assert code == message.data
+
+
+async def test_a_frame_that_would_hold_the_event_loop(proxies: dict[str, Proxy]) -> None:
+    """A frame that takes longer to join and to unmask than a turn may last ends the connection."""
+    async with connected(proxies["http"]) as socket:
+        with contextlib.suppress(ConnectionError):
+            await socket.raw.send_frame(b" " * (24 * 1024 * 1024 + 1), WSMsgType.TEXT)
+        message = await asyncio.wait_for(socket.raw.receive(), 120)
+        assert (WSMsgType.CLOSE, 1009) == (message.type, message.data)
 
 
 async def test_no_upgrade(proxies: dict[str, Proxy]) -> None:

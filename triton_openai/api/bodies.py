@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
-from triton_openai import offload
+from triton_openai import json_shape, offload
 from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
+from triton_openai.json_shape import MAX_DEPTH, MAX_DIGITS
 from triton_openai.operations import Form, Operation, Whole
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -352,14 +353,7 @@ def converted(value: Any, kind: type[_T], *, strict: bool = True) -> _T:
         raise explain(str(error)) from error
 
 
-_BRACKETS = b"[]{}"
-_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
-_OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
 _DIGIT_BYTES = b"0123456789"
-_AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
-# Twice the digits of any number in use; the time to read a number grows with the square of its digits.
-_MAX_DIGITS = 40
-_TOO_LONG = b"0" * (_MAX_DIGITS + 1)
 # A data URL begins with the first of these and the second, and a field with a file in base64 with another one.
 _DATA = b'"data'
 _OPENINGS = (b":", b'":"', b'": "')
@@ -367,8 +361,7 @@ _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\
 # Data URLs of one request that do not count as text; more than a request may have images.
 _MAX_DATA_URLS = 4096
 
-# Levels and values of a request's JSON; the limit of token ids is a setting.
-MAX_DEPTH = 100
+# Values of a request's JSON; the limit of token ids is a setting.
 MAX_VALUES = 50_000
 # What is around a request in a batch: its id and its URL, and names; some clients have fields of their own there.
 _ENVELOPE_VALUES = 100
@@ -412,29 +405,25 @@ class JsonCheck:
             text = body
         else:
             text = _without_images(body, max_size, param)
-        opened = text.count(b"[") + text.count(b"{")
+        opened = json_shape.opened(text)
         values = self.max_values + opened + text.count(b",")
         few = values < self._values and (nested or opened <= self._max_depth)
-        if few and not exactly and not _has_long_number(text):
+        if few and not exactly and not json_shape.has_long_number(text):
             # It is within the limits, whatever its strings contain.
             self.max_values = values
             return values < self._ids and text is body and text.find(b"\\u") < 0
-        # Without escaped characters, every second part is a string.
-        if b"\\" in text:
-            plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-        else:
-            plain = text
+        plain = json_shape.without_escapes(text)
         too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.", param=param)
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
-        bare = b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
-        if _has_long_number(bare):
+        bare = json_shape.without_strings(plain)
+        if json_shape.has_long_number(bare):
             raise InvalidRequest(
-                f"A number in the request's JSON has more than {_MAX_DIGITS} digits.", param=param, code="invalid_json"
+                f"A number in the request's JSON has more than {MAX_DIGITS} digits.", param=param, code="invalid_json"
             )
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
-        opened = bare.count(b"[") + bare.count(b"{")
+        opened = json_shape.opened(bare)
         if opened > self._values:
             raise too_many
         ids = _token_ids(bare)
@@ -444,10 +433,7 @@ class JsonCheck:
         self._ids -= ids
         if self._ids < 0:
             raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.", param=param)
-        brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
-        # With more closing than opening brackets it is not JSON.
-        depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
-        if depth > self._max_depth:
+        if json_shape.depth(bare) > self._max_depth:
             raise InvalidRequest(
                 f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
                 param=param,
@@ -538,11 +524,6 @@ def _has_few_escapes(data: bytes, start: int, end: int) -> bool:
     return not escapes or escapes == data.count(b"\\/", start, end)
 
 
-def _has_long_number(text: bytes) -> bool:
-    # Faster than `in`, which raises and catches an exception inside of CPython.
-    return text.translate(_AS_ZEROS).find(_TOO_LONG) >= 0
-
-
 def _token_ids(bare: bytes) -> int:
     """Return the number of values that follow a comma in lists of integers, which are decoded quickly."""
     lists = (part.partition(b"]") for part in bare.split(b"[")[1:])
@@ -554,6 +535,17 @@ def check_texts(texts: Iterable[tuple[str, Any]], check: JsonCheck) -> None:
     for path, text in texts:
         if isinstance(text, str):
             check.check(text.encode("utf-8", "replace"), exactly=True, param=path)
+
+
+def decoded_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """
+    Yield those of the *arguments* of past calls, each with its path, that are decoded.
+
+    A model can write longer numbers, and nest deeper, than a request may: such arguments are shown to it as text.
+    """
+    for path, text in arguments:
+        if not isinstance(text, str) or json_shape.is_within_limits(text):
+            yield path, text
 
 
 def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:

@@ -22,7 +22,7 @@ from triton_openai.answer.chat_prompt import media_of, rendered_chat
 from triton_openai.answer.prepare import GenerationSpec
 from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
-from triton_openai.api.bodies import MAX_ITEMS, converted, report_ignored, report_repaired
+from triton_openai.api.bodies import MAX_ITEMS, converted, decoded_arguments, report_ignored, report_repaired
 from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.parameters import GenerationOptions
 from triton_openai.api.service import RequestContext, runs_of, spec_of
@@ -211,7 +211,11 @@ class Conversation(msgspec.Struct):
 
 
 def argument_texts(messages: Sequence[Message], origins: Origins = CHAT_ORIGINS) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of the calls in *messages*, each with the client's path."""
+    """Return the arguments of the calls in *messages* that are decoded, each with the client's path."""
+    return decoded_arguments(_arguments(messages, origins))
+
+
+def _arguments(messages: Sequence[Message], origins: Origins) -> Iterator[tuple[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, AssistantMessage):
             continue

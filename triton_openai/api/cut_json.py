@@ -13,7 +13,14 @@ _MEMBER_END = re.compile(r"\s*[,}]")
 _BEGINNING = re.compile(r"\s*(\{[^:]*)?")
 # A text up to its end, or to where it was cut, without an escape that was cut.
 _TEXT = re.compile(r'"((?:[^"\\]|\\[^u]|\\u[\da-fA-F]{4})*)(?:"\s*|\\(?:u[\da-fA-F]{0,3})?)?')
-_decoder = json.JSONDecoder()
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# Python's own reader takes NaN and infinite numbers.
+_decoder = json.JSONDecoder(parse_constant=_refuse)
 
 
 class CutObject(NamedTuple):
@@ -26,7 +33,11 @@ class CutObject(NamedTuple):
 
 
 def read_cut_object(arguments: str) -> CutObject:
-    """Return what is left of the object that *arguments* begin with."""
+    """
+    Return what is left of the object that *arguments* begin with.
+
+    Where a member has half of a surrogate pair, which no UTF-8 has, it gets a replacement character.
+    """
     members: dict[str, Any] = {}
     place = 0
     while (member := _MEMBER.match(arguments, place)) is not None:
@@ -38,11 +49,21 @@ def read_cut_object(arguments: str) -> CutObject:
             break
         if _MEMBER_END.match(arguments, end) is None:
             break
-        members[name] = value
+        members[_encodable(name)] = _encodable(value)
         place = end
     if place == 0:
         return CutObject(members, "" if _BEGINNING.fullmatch(arguments) else None)
     return CutObject(members, _text(arguments[place:]))
+
+
+def _encodable(value: Any) -> Any:
+    """Return *value* with a replacement character for each half of a surrogate pair."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return value
 
 
 def _text(cut: str) -> str | None:

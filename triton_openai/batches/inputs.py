@@ -107,6 +107,8 @@ class InputReader:
         self.tokens: Counter[str] = Counter()
         self._seen: set[bytes] = set()
         self._number = 0
+        # Reading them takes time, too.
+        self._blank = 0
         #: Errors of the input, in the order of the lines.
         self.problems: list[BatchError] = []
         self.rejected: list[RejectedLine] = []
@@ -148,6 +150,11 @@ class InputReader:
                 self.report(error.code, error.message, line=self._number)
                 continue
             if not data or data.isspace():
+                self._blank += 1
+                if self._blank > self._max_requests:
+                    message = f"The input file can have {self._max_requests} blank lines at most."
+                    self.report("too_many_blank_lines", message, line=self._number)
+                    break
                 continue
             self.total += 1
             if self.total > self._max_requests:

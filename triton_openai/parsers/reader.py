@@ -266,11 +266,11 @@ class Reader:
             self.examined += match.end() - self._at
             sink(self.take(match.end() - self._at))
 
-    def collect(self, characters: re.Pattern[str], longest: int) -> Step[str]:
-        """Do :meth:`run` and return what was consumed. Raises :class:`Malformed` beyond *longest* characters."""
+    def up_to(self, characters: re.Pattern[str], longest: int) -> Step[str]:
+        """Consume as many of the *characters* as stand here, at most *longest*, and return them."""
         parts: list[str] = []
         while True:
-            match = characters.match(self._text, self._at, self._at + longest + 1)
+            match = characters.match(self._text, self._at, self._at + longest)
             if match:
                 size = match.end() - self._at
             else:
@@ -278,12 +278,17 @@ class Reader:
             self.examined += size + 1
             if size:
                 parts.append(self.take(size))
-            if size > longest:
-                raise Malformed
             longest -= size
-            if self._at < len(self._text) or self._ended:
+            if not longest or self._at < len(self._text) or self._ended:
                 return "".join(parts)
             yield
+
+    def collect(self, characters: re.Pattern[str], longest: int) -> Step[str]:
+        """Do :meth:`run` and return what was consumed. Raises :class:`Malformed` beyond *longest* characters."""
+        text = yield from self.up_to(characters, longest + 1)
+        if len(text) > longest:
+            raise Malformed
+        return text
 
     def space(self) -> Step[None]:
         """Consume white space."""

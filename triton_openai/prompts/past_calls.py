@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from triton_openai.json_shape import is_within_limits
 from triton_openai.offload import json_decoder
 from triton_openai.parsers.tools import tolerant
 from triton_openai.parsers.tools.schema import Parameters
@@ -111,7 +112,9 @@ def _schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
 
 
 def _decoded(text: str) -> tuple[Any, bool]:
-    """Return the value of JSON *text*, or the text, and whether it is JSON."""
+    """Return the value of JSON *text*, or the text, and whether it is JSON within the limits of a request's."""
+    if not is_within_limits(text):
+        return text, False
     try:
         return _JSON.decode(text), True
     except (msgspec.DecodeError, UnicodeError, RecursionError):

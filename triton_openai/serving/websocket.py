@@ -206,10 +206,10 @@ async def _read(client: _Client, session: Session) -> None:
             client.waits = False
             # Pings that came meanwhile are read next.
             client.active = True
-            # Many frames that have come together leave others their turns.
-            await asyncio.sleep(0)
         elif message.type is WSMsgType.BINARY:
             await client.socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"Frames have to be text.")
+        # Many frames that have come together, pings and their answers too, leave others their turns.
+        await asyncio.sleep(0)
 
 
 async def _end_when_gone(client: _Client, session: Session) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from hypothesis import given, settings
@@ -16,12 +16,14 @@ from tests.unit.api.responses.test_responses import reading, renderer
 from tests.unit.parsers.slip_cases import SLIPS, Slip
 from tests.unit.parsers.test_slips import PLAN, WORDS, state
 from tests.unit.prompts.test_messages import STRING
-from triton_openai.api.bodies import converted
+from triton_openai.api.bodies import read_within
 from triton_openai.api.chat import ChatRequest, message_of
 from triton_openai.api.conversation import make_parser
 from triton_openai.api.messages import types
 from triton_openai.api.messages.message_events import MessageEvents
 from triton_openai.api.messages.message_reader import read as read_messages
+from triton_openai.api.responses.objects import ResponsesRequest
+from triton_openai.config.tree import LimitSettings
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
@@ -82,19 +84,27 @@ def take(messages: Sequence[Message]) -> list[tuple[str, dict[str, Any]]]:
 
 
 Calls = Sequence[tuple[str, str, Any]]
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+def read_body(body: dict[str, Any], kind: type[_Body]) -> _Body:
+    """Return *body* as *kind*, read with the limits of a request."""
+    return read_within(json.dumps(body).encode(), kind, LimitSettings())
 
 
 def take_chat(message: dict[str, Any], ids: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return what a chat makes of *message* in its history, with an answer to each of its calls."""
     answers = [{"role": "tool", "tool_call_id": id, "content": "ok"} for id in ids]
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}, message, *answers]}
-    return take(converted(body, ChatRequest).messages)
+    return take(read_body(body, ChatRequest).messages)
 
 
 def take_response(items: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return what a response makes of *items* in its input."""
     answers = [{"type": "function_call_output", "call_id": id, "output": "ok"} for id in ids]
-    return take(reading({"input": [{"role": "user", "content": "Hi"}, *items, *answers]}).conversation.messages)
+    body = {"input": [{"role": "user", "content": "Hi"}, *items, *answers]}
+    read_body({"model": "m", **body}, ResponsesRequest)
+    return take(reading(body).conversation.messages)
 
 
 def take_message(blocks: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -102,7 +112,7 @@ def take_message(blocks: Sequence[dict[str, Any]], ids: Sequence[str]) -> list[t
     answers = [{"type": "tool_result", "tool_use_id": id, "content": "ok"} for id in ids]
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": blocks or "Hm"}]
     body = {"model": "m", "messages": [*turns, *([{"role": "user", "content": answers}] if answers else [])]}
-    return take(read_messages(converted(body, types.CountTokensRequest), strict_tools=True).conversation.messages)
+    return take(read_messages(read_body(body, types.CountTokensRequest), strict_tools=True).conversation.messages)
 
 
 def as_chat(calls: Calls) -> dict[str, Any]:
@@ -157,9 +167,19 @@ def test_what_is_answered_is_taken(
     check(slip, slip.text[:at] if cut else slip.text[:at] + inserted + slip.text[at + size :], streams=streams, cut=cut)
 
 
-@every_case(
-    "arguments", ["", None, "{", '{"command": "l', "ls", "[1]", '"ls"', [1], 1, True, "null", {"command": "ls"}]
+#: Arguments with longer numbers, and of more levels, than a request may have.
+BEYOND_LIMITS = (
+    '{"command": 0.' + "3" * 60 + "}",
+    '{"command": ' + "9" * 60 + "}",
+    '{"command": ' + "[" * 150,
+    '{"command": ' + "[" * 150 + "]" * 150 + "}",
+    '{"command": ' + "[" * 150 + '"' * 300_000,
+    "[" * 60_000,
 )
+BROKEN = ("", None, "{", '{"command": "l', "ls", "[1]", '"ls"', [1], 1, True, "null", {"command": "ls"})
+
+
+@every_case("arguments", [*BROKEN, *BEYOND_LIMITS])
 def test_whatever_a_client_makes_of_arguments(arguments: Any) -> None:
     """Every API takes broken, empty and other arguments, and makes the same of them."""
     calls = [("c1", "exec", arguments)]

@@ -350,6 +350,38 @@ async def test_all_lines_are_answered_once(place: Place) -> None:
         assert [] == await one.files.store.lines.unfinished(done, 0, 10)
 
 
+class Counting(Host):
+    """Notes in which turn of the event loop each line begins, while others run too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_running = len(NAMES)
+        self.turn = 0
+        self.begun: list[int] = []
+
+    async def count_turns(self) -> None:
+        """Count turns until it is cancelled."""
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+    async def answer(self, *args: Any, **options: Any) -> Outcome:
+        """Note the turn, and answer."""
+        self.begun.append(self.turn)
+        return await super().answer(*args, **options)
+
+
+async def test_live_requests_have_turns_between_lines(tmp_path: Path) -> None:
+    """Of lines that start together, at most 16 begin in one turn."""
+    host = Counting()
+    async with process(tmp_path, host) as one:
+        counting = asyncio.create_task(host.count_turns())
+        await one.ended(await one.batch(NAMES))
+        counting.cancel()
+    assert len(NAMES) == len(host.begun)
+    assert max(Counter(host.begun).values()) <= 16
+
+
 WRONG = {
     "invalid_json_line": (b"{", request("a")[:-2] + b"\n", b'{"custom_id": "\xff"}\n', b"[]\n", b"\0\n"),
     "missing_required_parameter": (b'{"method": "POST", "url": "/x", "body": {}}\n',),
@@ -362,6 +394,7 @@ WRONG = {
     "background_not_supported": (request("a", body={"model": "m", "background": True}),),
     "model_not_found": (request("a", model="unknown"),),
     "too_many_requests": (b"".join(map(request, NAMES)),),
+    "too_many_blank_lines": (b"\n" * 20, request("a") + b" \r\n" * 20),
     "line_too_long": (request("a" * 5_000_000),),
     "string_above_max_length": (request("a") + b"too much, and no JSON\n", request("too much")),
     "empty_file": (b"", b"\n\r\n", b"\xef\xbb\xbf"),

@@ -329,7 +329,7 @@ def test_a_reading_has_a_maximum_text(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = AnswerParser(None, TOOL_PARSERS.load("hermes")(SLIP_TOOLS))
     merged = read(parser, ["<tool_call>{'name': 'exec', 'arguments': {'command': '", "x" * 1_000_000])
     assert not merged.calls
-    assert max(reads, default=0) <= 200_000
+    assert max(reads, default=0) <= 100_000
 
 
 @every_case(

@@ -124,6 +124,16 @@ def test_every_end(case: Case) -> None:
                 assert after[2].startswith(before[2])
 
 
+@every_case("name", ALL)
+def test_a_long_beginning_is_content(name: str) -> None:
+    """An answer that begins as a code block or a name may, but goes on for too long, is content."""
+    for beginning in ("", "```", "```json\n"):
+        for part in "a`_ \n語":
+            text = beginning + 300 * part + "!"
+            for pieces in ([text], [text[at : at + 50] for at in range(0, len(text), 50)]):
+                assert Merged(text, "", ()) == parse(name, pieces), (beginning, part)
+
+
 #: A malformation behind the beginning of the arguments cannot be taken back, and neither can an early end.
 UNFINISHED = ("cut", "malformed behind", "malformed parameter")
 FINISHED = [case for case in CASES if case.calls and not case.name.startswith(UNFINISHED)]

@@ -136,6 +136,30 @@ async def test_a_session_that_is_late(client: Client, clock: Clock, free: asynci
         assert ["0", "1", "2"] == got
 
 
+@every_case("kind", [WSMsgType.PING, WSMsgType.PONG, WSMsgType.TEXT])
+async def test_many_frames_at_once(client: Client, kind: WSMsgType) -> None:
+    """Whatever the frames are that come together, each has a turn of the event loop to itself."""
+    count = 200
+    async with client.ws_connect("/", autoping=False) as socket:
+        # An unmasked frame would be refused: the mask is four zeros.
+        transport_of(socket).write(count * bytes((0x80 | kind, 0x80, 0, 0, 0, 0)))
+        await socket.send_str("last")
+        turns_of_others = 0
+        answer = asyncio.create_task(last_answer(socket))
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns_of_others += 1
+        assert "last" == await answer
+    assert turns_of_others > count
+
+
+async def last_answer(socket: ClientWebSocketResponse) -> str:
+    """Read all that comes before the first text that is not empty, and return that."""
+    while not (message := await socket.receive(10)).data or message.type is not WSMsgType.TEXT:
+        pass
+    return str(message.data)
+
+
 async def test_a_client_that_only_listens(client: Client, clock: Clock) -> None:
     """A client that answers pings stays, and its own pings are answered."""
     async with client.ws_connect("/") as socket:

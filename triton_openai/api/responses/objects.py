@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api import guides, parameters
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, decoded_arguments
 from triton_openai.api.logprobs import ContentLogprob
 from triton_openai.api.paging import Page
 
@@ -75,8 +75,8 @@ class ItemsRequest(ModelRequest, kw_only=True):
     def json_texts(self) -> Iterator[tuple[str, Any]]:
         """Yield the texts that hold JSON, each with its path."""
         if isinstance(self.input, list):
-            for index, item in enumerate(self.input):
-                yield f"input[{index}].arguments", item.get("arguments")
+            arguments = ((f"input[{index}].arguments", item.get("arguments")) for index, item in enumerate(self.input))
+            yield from decoded_arguments(arguments)
 
 
 @parameters.accepting("prompt_cache_key")

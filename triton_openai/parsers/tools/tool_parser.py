@@ -41,9 +41,9 @@ _MAX_FENCE = 64
 #: The languages of code blocks in which models write calls.
 _LANGUAGES_OF_CALLS = frozenset({"", "json", "python", "tool_call", "tool_code"})
 # Tolerant readings may read so many characters of an answer more than once, or in vain.
-_MAX_SPENT = 200_000
+_MAX_SPENT = 100_000
 # One reading gets no more characters than this.
-_MAX_TOLERANT = 200_000
+_MAX_TOLERANT = 100_000
 
 
 class ToolParser(TextParser):
@@ -425,9 +425,9 @@ class MarkedCalls(CallGrammar):
     def _fenced(self) -> Step[None]:
         """Read calls in a code block with which the text begins, or what is no such block."""
         reader = self._reader
-        fence = yield from reader.collect(_FENCE, _MAX_FENCE)
-        language = yield from reader.collect(_WORD, MAX_NAME)
-        space = yield from reader.collect(SPACE, _MAX_FENCE)
+        fence = yield from reader.up_to(_FENCE, _MAX_FENCE)
+        language = yield from reader.up_to(_WORD, MAX_NAME)
+        space = yield from reader.up_to(SPACE, _MAX_FENCE)
         opening = fence + language + space
         if fence != "```" or language not in _LANGUAGES_OF_CALLS:
             self._output.content(opening)
@@ -438,7 +438,7 @@ class MarkedCalls(CallGrammar):
 
     def _bare_name(self, before: str) -> Step[None]:
         """Read calls that begin with a name, or what is no name of a tool; the text *before* it was read."""
-        word = yield from self._reader.collect(_WORD, MAX_NAME)
+        word = yield from self._reader.up_to(_WORD, MAX_NAME)
         is_known = names.resolve(word.removeprefix("call:"), self.tools) is not None
         if is_known and (yield from self._reader.peek()) in ("(", "{", "<", "["):
             yield from self._attempt(self._another_form(), before + word)

@@ -153,6 +153,11 @@ async def test_a_preparation(keys: Path) -> None:
     async with held() as triton, serving(settings_for(triton, keys)) as proxy:
         await proxy.ready()
         first, last = await events_of(proxy, {"generate": False, "surprise": 1})
+        again, _ = await events_of(proxy, {"generate": False, "input": "many words " * 10})
+        (error,) = await events_of(proxy, {"temperature": 9})
+        # What is only prepared costs no tokens.
+        for event in (again, error):
+            assert first["headers"]["x-ratelimit-remaining-tokens"] == event["headers"]["x-ratelimit-remaining-tokens"]
 
     assert "surprise" == first["headers"]["x-triton-openai-ignored"] == last["headers"]["x-triton-openai-ignored"]
 

@@ -1,0 +1,65 @@
+"""
+How deep JSON is, and how long its numbers are, by passes of compiled code over its bytes.
+
+Nothing is decoded: to decode JSON beyond these limits takes long, and holds the interpreter.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+#: The levels of a request's JSON.
+MAX_DEPTH = 100
+#: Twice the digits of any number in use; the time to read a number grows with the square of its digits.
+MAX_DIGITS = 40
+# Brackets and quotes of a text that is worth to be looked at.
+_MAX_BRACKETS = 50_000
+_MAX_QUOTES = 200_000
+
+_BRACKETS = b"[]{}"
+_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
+_OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
+_AS_ZEROS = bytes.maketrans(b"0123456789.", b"0" * 11)
+_TOO_LONG = b"0" * (MAX_DIGITS + 1)
+
+
+def without_escapes(text: bytes) -> bytes:
+    """Return JSON without escaped quotes and backslashes: every second part between quotes is then a string."""
+    if b"\\" not in text:
+        return text
+    return text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+
+
+def without_strings(plain: bytes) -> bytes:
+    """Return what of JSON without escapes stands outside of strings, without white space."""
+    return b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
+
+
+def has_long_number(text: bytes) -> bool:
+    """Return whether *text* has more than :data:`MAX_DIGITS` digits in a row."""
+    # Faster than `in`, which raises and catches an exception inside of CPython.
+    return text.translate(_AS_ZEROS).find(_TOO_LONG) >= 0
+
+
+def opened(text: bytes) -> int:
+    """Return how many brackets open in *text*."""
+    return text.count(b"[") + text.count(b"{")
+
+
+def depth(bare: bytes) -> int:
+    """Return how many levels JSON without strings has."""
+    brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
+    # With more closing than opening brackets it is not JSON.
+    return max(accumulate(kind - 1 for kind in brackets[: 2 * opened(bare)]), default=0)
+
+
+def is_within_limits(text: str) -> bool:
+    """Return whether the numbers and the levels of JSON *text* are within the limits; false if it is very large."""
+    data = text.encode("utf-8", "replace")
+    if opened(data) <= MAX_DEPTH and not has_long_number(data):
+        return True
+    plain = without_escapes(data)
+    if plain.count(b'"') > _MAX_QUOTES:
+        return False
+    bare = without_strings(plain)
+    return opened(bare) <= _MAX_BRACKETS and not has_long_number(bare) and depth(bare) <= MAX_DEPTH
