@@ -6,8 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.http_server import QuietHttpServer
 
 
 def event(**delta: Any) -> bytes:
@@ -88,8 +90,7 @@ def chat_server() -> Iterator[ChatServer]:
         def log_message(self, format: str, *arguments: Any) -> None:
             """Print nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.daemon_threads = True
+    with QuietHttpServer(("127.0.0.1", 0), Handler) as http:
         server = ChatServer(f"http://127.0.0.1:{http.server_address[1]}/v1")
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

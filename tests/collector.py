@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from threading import Thread
 from typing import Any
 
@@ -20,6 +20,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.http_server import QuietHttpServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class Collector:
 def collecting() -> Iterator[Collector]:
     """Run a collector."""
     collector = Collector()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(collector))
+    http = QuietHttpServer(("127.0.0.1", 0), _handler(collector))
     collector.http_url = f"http://127.0.0.1:{http.server_port}"
     serving = Thread(target=http.serve_forever, daemon=True)
     serving.start()

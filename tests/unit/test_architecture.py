@@ -270,7 +270,7 @@ NEVER: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "telemetry/": (
         ("triton_openai",),
         (
-            *("triton_openai.generation", "triton_openai.errors", "triton_openai.json_lines", "triton_openai.config"),
+            *("triton_openai.generation", "triton_openai.errors", "triton_openai.json_bytes", "triton_openai.config"),
             "triton_openai.telemetry",
         ),
     ),

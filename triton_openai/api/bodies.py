@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from triton_openai import json_shape, offload
+from triton_openai import json_bytes, offload
 from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
-from triton_openai.json_shape import MAX_DEPTH, MAX_DIGITS
+from triton_openai.json_bytes import MAX_DEPTH, MAX_DIGITS
 from triton_openai.operations import Form, Operation, Whole
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -405,25 +405,25 @@ class JsonCheck:
             text = body
         else:
             text = _without_images(body, max_size, param)
-        opened = json_shape.opened(text)
+        opened = text.count(b"[") + text.count(b"{")
         values = self.max_values + opened + text.count(b",")
         few = values < self._values and (nested or opened <= self._max_depth)
-        if few and not exactly and not json_shape.has_long_number(text):
+        if few and not exactly and not json_bytes.has_long_number(text):
             # It is within the limits, whatever its strings contain.
             self.max_values = values
             return values < self._ids and text is body and text.find(b"\\u") < 0
-        plain = json_shape.without_escapes(text)
+        plain = json_bytes.without_escapes(text)
         too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.", param=param)
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
-        bare = json_shape.without_strings(plain)
-        if json_shape.has_long_number(bare):
+        bare = json_bytes.without_strings(plain)
+        if json_bytes.has_long_number(bare):
             raise InvalidRequest(
                 f"A number in the request's JSON has more than {MAX_DIGITS} digits.", param=param, code="invalid_json"
             )
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
-        opened = json_shape.opened(bare)
+        opened = bare.count(b"[") + bare.count(b"{")
         if opened > self._values:
             raise too_many
         ids = _token_ids(bare)
@@ -433,7 +433,7 @@ class JsonCheck:
         self._ids -= ids
         if self._ids < 0:
             raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.", param=param)
-        if json_shape.depth(bare) > self._max_depth:
+        if json_bytes.depth(bare) > self._max_depth:
             raise InvalidRequest(
                 f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
                 param=param,
@@ -544,7 +544,7 @@ def decoded_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[st
     A model can write longer numbers, and nest deeper, than a request may: such arguments are shown to it as text.
     """
     for path, text in arguments:
-        if not isinstance(text, str) or json_shape.is_within_limits(text):
+        if not isinstance(text, str) or json_bytes.is_within_limits(text):
             yield path, text
 
 

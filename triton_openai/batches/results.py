@@ -18,7 +18,7 @@ from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.running_batch import RunningBatch
-from triton_openai.json_lines import escape_line_breaks
+from triton_openai.json_bytes import escape_line_breaks
 from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Part, Result
 from triton_openai.telemetry.instruments import BATCH_LINES
 from triton_openai.telemetry.metrics import Series

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.json_shape import is_within_limits
+from triton_openai.json_bytes import is_within_limits
 from triton_openai.offload import json_decoder
 from triton_openai.parsers.tools import tolerant
 from triton_openai.parsers.tools.schema import Parameters

@@ -20,7 +20,7 @@ from triton_openai.answer.run_group import RunGroup
 from triton_openai.draining import Draining
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
-from triton_openai.json_lines import escape_line_breaks
+from triton_openai.json_bytes import escape_line_breaks
 from triton_openai.operations import STREAMED, PrepareRuns, Renderer, Streamed
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.execution import send_stream

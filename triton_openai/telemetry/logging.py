@@ -26,7 +26,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
-from triton_openai.json_lines import escape_line_breaks
+from triton_openai.json_bytes import escape_line_breaks
 from triton_openai.telemetry.streams import (
     BackgroundWriter,
     background_writer,

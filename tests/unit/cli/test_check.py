@@ -70,14 +70,11 @@ WRONG = {
 
 
 @every_case("name", WRONG)
-def test_settings_that_do_not_work(name: str) -> None:
+def test_settings_that_do_not_work(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What would end the start of the service is named, with status 2."""
     arguments, subject, reason = WRONG[name]
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("builtins.print", lambda *text, **_: lines.extend(text))
-        assert 2 == main(["check", *arguments])
-    printed = "\n".join(lines)
+    assert 2 == main(["check", *arguments])
+    printed = capsys.readouterr().out
     assert ("wrong", "see below") == results(printed)[subject]
     assert reason in printed.rpartition(f"{subject}: ")[2]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from triton_openai.cli.batch.arguments import BatchOptions
 from triton_openai.errors import ConfigurationError
-from triton_openai.json_lines import escape_line_breaks
+from triton_openai.json_bytes import escape_line_breaks
 
 # Longer fields of CSV files are refused by the reader.
 _MAX_FIELD = 128 * 1024 * 1024

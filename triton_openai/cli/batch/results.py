@@ -10,7 +10,7 @@ import msgspec
 from triton_openai.cli.batch.answers import RunFiles
 from triton_openai.cli.batch.client import error_of
 from triton_openai.cli.batch.progress import Progress
-from triton_openai.json_lines import escape_line_breaks
+from triton_openai.json_bytes import escape_line_breaks
 
 
 class _Usage(msgspec.Struct):
