@@ -63,9 +63,18 @@ def endpoint_files(folder: Path, index: int) -> Mapping[str, Path]:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Make a file of *size* bytes at least. On a full disk, a write into a sparse file would kill the process."""
-    with path.open("ab") as file:
+    """
+    Make a file of *size* bytes at least. On a full disk, a write into a sparse file would kill the process.
+
+    Other processes read the file, and ``prometheus_client`` reads none that is empty: they see it when it has its size.
+    """
+    target = path
+    if not path.exists():
+        target = path.with_suffix(".new")
+        target.unlink(missing_ok=True)
+    with target.open("ab") as file:
         os.posix_fallocate(file.fileno(), 0, size)
+    target.replace(path)
 
 
 class EndpointFile:

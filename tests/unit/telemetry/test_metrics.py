@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,27 @@ def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="Metrics cannot be kept"):
         Metrics(Worker(index=1, count=2, directory=tmp_path / "file"))
+
+
+def test_a_scrape_while_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers answer scrapes while the files of a new one are made."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    other = Metrics(Worker(index=0, count=2, directory=tmp_path))
+    allocate = os.posix_fallocate
+    workers: list[float] = []
+
+    def scraping(descriptor: int, start: int, size: int) -> None:
+        workers.append(shown(other).sum("triton_openai_workers_replaced_total"))
+        allocate(descriptor, start, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", scraping)
+        Metrics(Worker(index=1, count=2, directory=tmp_path))
+        # The process that replaces it has its counters, and makes new gauges.
+        forget_worker(tmp_path, 1)
+        Metrics(Worker(index=1, count=2, directory=tmp_path))
+    assert [0] * 10 == workers
+    assert 1 == shown(other).sum("triton_openai_workers_replaced_total")
 
 
 def test_the_table_of_instruments() -> None:
