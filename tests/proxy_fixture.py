@@ -23,6 +23,7 @@ from tests.triton_fixture import TestTriton
 from triton_openai import app as service_app
 from triton_openai.app import SERVICE, create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
+from triton_openai.draining import DRAINING
 from triton_openai.models.lookup import Models
 from triton_openai.serving import http_output
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
@@ -191,6 +192,8 @@ async def serving(
             yield proxy
         finally:
             _RUNNING.remove(proxy)
+            # As at the end of the process: what still runs in the background ends while there are stores.
+            await app[DRAINING].drain(0)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
