@@ -60,9 +60,10 @@ _LINES = 50
 # In place of a URL.
 _OF_LINES = "lines"
 _LINES_SECONDS = 120.0
-# The bench itself, what the service measures on a timer, which may fall into any request, and the ends of other
-# threads: a request has none.
-_BESIDE = ("bench", "__main__", "triton_openai.telemetry.process", "asyncio.futures", "concurrent", "threading")
+# The bench itself, and what the service measures on a timer, which may fall into any request.
+_BESIDE = ("bench", "__main__", "triton_openai.telemetry.process")
+# What the event loop calls when the work of another thread has ended. What a request calls of it itself is counted.
+_ENDS_OF_THREADS = ("asyncio.futures", "concurrent", "threading")
 # What runs once a second, whatever requests there are. On a slow machine, each request falls into a second of its own.
 _EACH_SECOND = {
     "triton_openai.access.authorizer:Authorizer.watch",
@@ -155,7 +156,12 @@ class _Profiler:
             name = frame.f_globals.get("__name__", "")
             code = frame.f_code
             function = f"{name}:{code.co_qualname}"
-            if name.startswith(_BESIDE) or function in _EACH_SECOND or (stack and owner == "bench"):
+            if (
+                name.startswith(_BESIDE)
+                or function in _EACH_SECOND
+                or (stack and owner == "bench")
+                or (not stack and name.startswith(_ENDS_OF_THREADS))
+            ):
                 owner = "bench"
             elif name.startswith("triton_openai"):
                 owner = "ours"

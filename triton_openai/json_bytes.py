@@ -13,9 +13,9 @@ from itertools import accumulate
 MAX_DEPTH = 100
 #: Twice the digits of any number in use; the time to read a number grows with the square of its digits.
 MAX_DIGITS = 40
-# Brackets and quotes of a text that is worth to be looked at.
-_MAX_BRACKETS = 50_000
-_MAX_QUOTES = 200_000
+#: The values of a request's JSON. Each has two quotes at most, and its key two.
+MAX_VALUES = 50_000
+MAX_QUOTES_PER_VALUE = 4
 
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
@@ -50,7 +50,7 @@ def has_long_number(text: bytes) -> bool:
     return text.translate(_AS_ZEROS).find(_TOO_LONG) >= 0
 
 
-def _opened(text: bytes) -> int:
+def opened(text: bytes) -> int:
     """Return how many brackets open in *text*."""
     return text.count(b"[") + text.count(b"{")
 
@@ -59,19 +59,23 @@ def depth(bare: bytes) -> int:
     """Return how many levels JSON without strings has."""
     brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
     # With more closing than opening brackets it is not JSON.
-    return max(accumulate(kind - 1 for kind in brackets[: 2 * _opened(bare)]), default=0)
+    return max(accumulate(kind - 1 for kind in brackets[: 2 * opened(bare)]), default=0)
 
 
 def is_within_limits(text: str) -> bool:
-    """Return whether the numbers and the levels of JSON *text* are within the limits; false if it is very large."""
+    """
+    Return whether the numbers and the levels of JSON *text* are within the limits.
+
+    False also for more lists, objects and strings than a request may have. Other values are not counted.
+    """
     data = text.encode("utf-8", "replace")
-    if _opened(data) <= MAX_DEPTH and not has_long_number(data):
+    if opened(data) <= MAX_DEPTH and not has_long_number(data):
         return True
     plain = without_escapes(data)
-    if plain.count(b'"') > _MAX_QUOTES:
+    if plain.count(b'"') > MAX_QUOTES_PER_VALUE * MAX_VALUES:
         return False
     bare = without_strings(plain)
-    return _opened(bare) <= _MAX_BRACKETS and not has_long_number(bare) and depth(bare) <= MAX_DEPTH
+    return opened(bare) <= MAX_VALUES and not has_long_number(bare) and depth(bare) <= MAX_DEPTH
 
 
 def escape_line_breaks(data: bytes) -> bytes:

@@ -146,7 +146,7 @@ class Collected(msgspec.Struct):
         return list(chain.from_iterable([delta.token_ids for delta in self.deltas]))
 
 
-def rendering_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
+def answers_cost(answers: Sequence[Collected], per_character: float = offload.BYTE) -> float:
     """Return about how many microseconds it takes to render *answers*, with so many for each character."""
     alternatives = None
     if answers:

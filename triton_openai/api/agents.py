@@ -13,7 +13,7 @@ import structlog
 from triton_openai import offload
 from triton_openai.answer.prepare import tokenizer_of
 from triton_openai.answer.run import Run
-from triton_openai.answer.run_group import collect, rendering_cost
+from triton_openai.answer.run_group import answers_cost, collect
 from triton_openai.api.bodies import report_ignored
 from triton_openai.api.conversation import Conversation, prompt_of
 from triton_openai.api.service import RequestContext, job_not_taken_error
@@ -112,4 +112,4 @@ async def feed_renderer(renderer: Renderer, run: Run, *, timeout: float | None) 
             renderer.piece(0, delta)
         renderer.last(0)
 
-    await offload.run(rendered, cost=rendering_cost([answer], offload.CHARACTER))
+    await offload.run(rendered, cost=answers_cost([answer], offload.CHARACTER))

@@ -17,7 +17,7 @@ import msgspec
 from triton_openai import json_bytes, offload
 from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.errors import InvalidRequest, InvalidValue, PayloadTooLarge, missing, printable
-from triton_openai.json_bytes import MAX_DEPTH, MAX_DIGITS
+from triton_openai.json_bytes import MAX_DEPTH, MAX_DIGITS, MAX_QUOTES_PER_VALUE, MAX_VALUES
 from triton_openai.operations import Form, Operation, Whole
 from triton_openai.telemetry.request_record import RequestRecord
 
@@ -361,8 +361,6 @@ _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\
 # Data URLs of one request that do not count as text; more than a request may have images.
 _MAX_DATA_URLS = 4096
 
-# Values of a request's JSON; the limit of token ids is a setting.
-MAX_VALUES = 50_000
 # What is around a request in a batch: its id and its URL, and names; some clients have fields of their own there.
 _ENVELOPE_VALUES = 100
 _ENVELOPE_SIZE = 16 * 1024
@@ -414,8 +412,7 @@ class JsonCheck:
             return values < self._ids and text is body and text.find(b"\\u") < 0
         plain = json_bytes.without_escapes(text)
         too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.", param=param)
-        if plain.count(b'"') > 4 * self._values:
-            # A value has two quotes, and its key two.
+        if plain.count(b'"') > MAX_QUOTES_PER_VALUE * self._values:
             raise too_many
         bare = json_bytes.without_strings(plain)
         if json_bytes.has_long_number(bare):
@@ -423,7 +420,7 @@ class JsonCheck:
                 f"A number in the request's JSON has more than {MAX_DIGITS} digits.", param=param, code="invalid_json"
             )
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
-        opened = bare.count(b"[") + bare.count(b"{")
+        opened = json_bytes.opened(bare)
         if opened > self._values:
             raise too_many
         ids = _token_ids(bare)

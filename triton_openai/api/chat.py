@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import offload
-from triton_openai.answer.run_group import Collected, collect, rendering_cost
+from triton_openai.answer.run_group import Collected, answers_cost, collect
 from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, new_id, now, report_ignored
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
@@ -261,9 +261,9 @@ async def answer(context: RequestContext[Conversation], answer_id: str, keep: Ke
     answers = await collect(runs, timeout=context.limits.total)
     choices = (chat_choice(options, prepared, fields, index, answer) for index, answer in enumerate(answers))
     if prepared.parsers[0].plain:
-        cost = rendering_cost(answers, offload.BYTE)
+        cost = answers_cost(answers, offload.BYTE)
     else:
-        cost = rendering_cost(answers, offload.CHARACTER)
+        cost = answers_cost(answers, offload.CHARACTER)
     if options.prompt_logprobs is not None:
         cost += offload.logprobs_cost(len(runs[0].prompt_logprobs), options.prompt_logprobs)
     # Nothing is awaited for most answers.

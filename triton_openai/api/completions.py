@@ -15,7 +15,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
-from triton_openai.answer.run_group import Collected, collect, rendering_cost
+from triton_openai.answer.run_group import Collected, answers_cost, collect
 from triton_openai.api.bodies import encode, encode_each, json_reply_of, new_id, now, separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
@@ -140,7 +140,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             system_fingerprint=model.fingerprint,
         )
 
-    return await json_reply_of(completion, cost=offload.BYTE * size + rendering_cost(answers))
+    return await json_reply_of(completion, cost=offload.BYTE * size + answers_cost(answers))
 
 
 def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> GenerationSpec:
