@@ -196,8 +196,6 @@ class Files:
         await self.store.slots.delete_expired()
         if expired:
             _log.info("files expired", number=len(expired))
-        for owner in await self.store.files.owners():
-            await self.store.files.recount(owner)
 
     # What batches read and write
 

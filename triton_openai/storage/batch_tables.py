@@ -22,9 +22,6 @@ LONG_TIMEOUT = 30.0
 ROW_SIZE = 4096
 #: The columns of a batch for :func:`batch_of_row`.
 BATCH_COLUMNS = "detail, generation, parts"
-#: The end of the lease in the table of batches, once a process of this release has claimed the batch. Processes of
-#: earlier releases use that lease. They do not claim the batch any more, and those that have it are waited for.
-CLAIMED_HERE = 1e18
 #: The channel on which PostgreSQL notifies processes of changes for which they wait.
 CHANNEL = "openai_batches"
 #: Notifies the processes that wait. They are notified when the transaction ends.

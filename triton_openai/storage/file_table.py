@@ -147,23 +147,6 @@ class FileTable(Tables):
         yield "DELETE FROM file WHERE id IN EACH($1)", names
 
     @operation()
-    def owners(self) -> Steps[Sequence[str]]:
-        """Return the owners of files."""
-        rows = yield ("SELECT owner FROM owner_bytes UNION SELECT owner FROM file",)
-        return [row[0] for row in rows]
-
-    @operation(write=True)
-    def recount(self, owner: str) -> Steps[None]:
-        """Count the bytes of *owner* again: processes of an earlier release do not keep the sum."""
-        before = yield from add_bytes(owner, 0)
-        rows = yield (
-            f"SELECT (SELECT COALESCE(SUM(bytes + {ROW_SIZE}), 0) FROM file WHERE owner = $1 AND {_COUNTED})"
-            f" + {ROW_SIZE} * (SELECT COUNT(*) FROM batch WHERE owner = $1)",
-            owner,
-        )
-        yield from add_bytes(owner, int(rows[0][0]) - before)
-
-    @operation()
     def total_bytes(self) -> Steps[float]:
         """Return the bytes of all files."""
         rows = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)

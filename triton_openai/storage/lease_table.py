@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from triton_openai.storage.batch_records import Batch, Part, next_group
 from triton_openai.storage.batch_tables import (
     BATCH_COLUMNS,
-    CLAIMED_HERE,
     NOTIFY,
     Tables,
     batch_of_row,
@@ -50,21 +49,20 @@ class LeaseTable(Tables):
         *now* is the time of the database at which leases count as expired.
         """
         batch_id = ""
-        until = 0.0
         leased: Sequence[Sequence[Any]] = ()
         while not leased:
             rows = yield (
-                "SELECT b.id, b.until FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
+                "SELECT b.id FROM batch b LEFT JOIN lease l ON l.batch = b.id AND l.part = 0 LEFT JOIN"
                 " (SELECT owner, COUNT(*) AS number FROM lease JOIN batch ON batch.id = lease.batch WHERE part = 0"
                 " AND lease.until >= CLOCK() GROUP BY owner) h ON h.owner = b.owner WHERE b.open = 1"
-                " AND (b.until < $3 OR b.until = $2) AND COALESCE(l.until, 0) < $3"
+                " AND COALESCE(l.until, 0) < $2"
                 " AND b.owner NOT IN EACH($1) ORDER BY COALESCE(h.number, 0), b.created, b.id LIMIT 1"
                 " FOR UPDATE OF b SKIP LOCKED",
-                *(json.dumps([*full]), CLAIMED_HERE, now),
+                *(json.dumps([*full]), now),
             )
             if not rows:
                 return None
-            batch_id, until = rows[0]
+            batch_id = rows[0][0]
             # None if another process has claimed it, or renewed its lease, while this one looked: it looks again.
             leased = yield (
                 "INSERT INTO lease (batch, part, holder, until) VALUES ($1, 0, $2, CLOCK() + $3) ON CONFLICT"
@@ -73,18 +71,11 @@ class LeaseTable(Tables):
                 *(batch_id, holder, seconds, now),
             )
         claimed = yield (
-            f"UPDATE batch SET holder = '', until = $2, generation = generation + 1 WHERE id = $1"
-            f" RETURNING {BATCH_COLUMNS}",
-            *(batch_id, CLAIMED_HERE),
+            # Release 1.0.0 makes all lines of a batch with another `until` wait again.
+            f"UPDATE batch SET until = 1e18, generation = generation + 1 WHERE id = $1 RETURNING {BATCH_COLUMNS}",
+            batch_id,
         )
-        batch = batch_of_row(claimed[0])
-        if until != CLAIMED_HERE:
-            yield from _put_back(batch_id, "")
-            yield (
-                "UPDATE batch SET parts = generation WHERE id = $1 AND parts < generation",
-                batch_id,
-            )
-        return batch
+        return batch_of_row(claimed[0])
 
     @operation()
     def overview(self, holder: str) -> Steps[Overview]:
@@ -97,11 +88,7 @@ class LeaseTable(Tables):
     @operation()
     def holders(self) -> Steps[Collection[str]]:
         """Return the holders whose leases have not expired."""
-        rows = yield (
-            "SELECT holder FROM lease WHERE until >= CLOCK() UNION"
-            " SELECT holder FROM batch WHERE open = 1 AND until >= CLOCK() AND until < $1",
-            CLAIMED_HERE,
-        )
+        rows = yield ("SELECT DISTINCT holder FROM lease WHERE until >= CLOCK()",)
         return {row[0] for row in rows}
 
     @operation(write=True)
@@ -114,7 +101,6 @@ class LeaseTable(Tables):
     def expire_leases(self, holder: str) -> Steps[None]:
         """End all leases of *holder*, whose process has ended."""
         yield "UPDATE lease SET until = 0 WHERE holder = $1", holder
-        yield "UPDATE batch SET until = 0 WHERE open = 1 AND holder = $1 AND until < $2", holder, CLAIMED_HERE
         yield "UPDATE quarantine SET until = 0 WHERE holder = $1", holder
         yield "DELETE FROM slot WHERE holder = $1", holder
         yield (NOTIFY,)
@@ -160,7 +146,7 @@ class LeaseTable(Tables):
         ended: dict[Part, int] = {}
         for row in rows:
             part = Part(*row)
-            ended[part] = yield from _put_back(part.batch, " AND part = $2", part.number)
+            ended[part] = yield from _put_back(part)
             yield "DELETE FROM lease WHERE batch = $1 AND part = $2", part.batch, part.number
         if ended:
             yield (NOTIFY,)
@@ -198,21 +184,16 @@ def _release_part(part: Part) -> Steps[None]:
     yield (NOTIFY,)
 
 
-def _put_back(batch_id: str, condition: str, *values: int) -> Steps[int]:
-    """
-    Make the lines of a batch without results wait again; return how many ran.
-
-    *condition* selects lines beside the batch, and its parameter ``$2`` is the only one of *values*.
-    """
-    claimed = f"batch = $1 AND state = 1{condition}"
-    rows = yield f"SELECT COUNT(*) FROM line WHERE {claimed} AND running = 1", batch_id, *values
+def _put_back(part: Part) -> Steps[int]:
+    """Make the lines of *part* without results wait again; return how many ran."""
+    claimed = "batch = $1 AND part = $2 AND state = 1"
+    rows = yield f"SELECT COUNT(*) FROM line WHERE {claimed} AND running = 1", part.batch, part.number
     ran = int(rows[0][0])
     group = next_group(ran)
-    # The parameters of both statements are the same: a database refuses those that are not used.
     yield (
         f"UPDATE line SET running = 0, max_group = {group}, attempts = attempts + CASE WHEN max_group = 1 THEN 1 ELSE 0"
         f" END WHERE {claimed} AND running = 1",
-        *(batch_id, *values),
+        *(part.batch, part.number),
     )
-    yield f"UPDATE line SET state = 0 WHERE {claimed}", batch_id, *values
+    yield f"UPDATE line SET state = 0 WHERE {claimed}", part.batch, part.number
     return ran

@@ -7,11 +7,8 @@ from collections.abc import Collection, Sequence
 
 from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, LeaseLost, Line, Part, Result
 from triton_openai.storage.batch_tables import (
-    BATCH_COLUMNS,
-    CLAIMED_HERE,
     NOTIFY,
     Tables,
-    batch_of_row,
     lock_batch,
     lock_leased,
     lock_part,
@@ -100,14 +97,8 @@ class LineTable(Tables):
 
         Returns ``None`` if no lines wait, or if none may run.
         """
-        rows = yield (
-            f"SELECT {BATCH_COLUMNS} FROM batch WHERE id = $1 AND open = 1 AND until = $2 FOR UPDATE",
-            *(batch_id, CLAIMED_HERE),
-        )
-        if not rows:
-            return None
-        batch = batch_of_row(rows[0])
-        if batch.status != "in_progress" or batch.problems:
+        batch = yield from lock_batch(batch_id)
+        if batch is None or batch.status != "in_progress" or batch.problems:
             return None
         lines = yield from _select_waiting(batch_id, limit, without)
         if not lines:
@@ -155,15 +146,11 @@ class LineTable(Tables):
         )
         return [Line(*row) for row in rows]
 
-    async def unfinished(self, batch: Batch, after: int, limit: int) -> Sequence[Line]:
-        """Return *limit* lines without a result, by their numbers, which are greater than *after*."""
-        return await self._select(batch, "state < 2", after, limit)
-
     @operation()
-    def _select(self, batch: Batch, condition: str, after: int, limit: int) -> Steps[Sequence[Line]]:
+    def unfinished(self, batch: Batch, after: int, limit: int) -> Steps[Sequence[Line]]:
+        """Return *limit* lines without a result, by their numbers, which are greater than *after*."""
         rows = yield (
-            f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND {condition} AND number > $2 ORDER BY number"
-            " LIMIT $3",
+            f"SELECT {_LINE_COLUMNS} FROM line WHERE batch = $1 AND state < 2 AND number > $2 ORDER BY number LIMIT $3",
             *(batch.id, after, limit),
         )
         return [Line(*row) for row in rows]

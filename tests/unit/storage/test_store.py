@@ -26,7 +26,6 @@ from triton_openai.config.tree import BatchesSettings, FilesSettings, ResponsesS
 from triton_openai.errors import ConfigurationError, StoreUnavailable
 from triton_openai.storage import ENTRY_POINT_GROUP, batch_tables, open_batch_store, open_store
 from triton_openai.storage.batch_records import Batch, Line
-from triton_openai.storage.batch_schema import MIGRATIONS
 from triton_openai.storage.sql import Steps
 from triton_openai.storage.sqlite import SqliteStore
 from triton_openai.storage.store import Chain, EntryFull, Page, Row, RowKey, Store
@@ -653,28 +652,6 @@ async def test_a_batch_store_that_hangs(
     assert await batches.batches.find("batch_1", "me", "openai") is not None
     assert await batches.batches.find("batch_2", "me", "openai") is None
     await batches.close()
-
-
-async def test_tables_of_an_older_release(tmp_path: Path) -> None:
-    """The tables are changed when the service starts, with a limit of their own; lines without attempts stay."""
-    path = tmp_path / "file"
-    changes = 0
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for statement in (statement for version in MIGRATIONS[:2] for statement in version):
-            connection.execute(statement)
-        connection.execute("PRAGMA user_version = 2")
-        values = ", ".join(f"('b', {number}, 0, 1, 'm', 0, 0, {number % 10 == 0})" for number in range(100))
-        connection.execute(
-            "INSERT INTO line (batch, number, place, length, model, prefix, state, attempts) VALUES " + values
-        )
-        before = connection.total_changes
-        for statement in MIGRATIONS[2]:
-            connection.execute("BEGIN")
-            connection.execute(statement)
-            if statement.startswith("UPDATE"):
-                changes = connection.total_changes - before
-            connection.execute("ROLLBACK" if "UPDATE" in statement else "COMMIT")
-    assert 10 == changes
 
 
 async def test_a_migration_may_take_longer_than_an_operation(postgresql: Server) -> None:
