@@ -99,7 +99,7 @@ class SdkSpans(Spans, SpanExporter):
         provider: TracerProvider,
         exporter: SpanExporter,
         processor: Callable[[SpanExporter], SpanProcessor],
-        lost: Callable[[int], object] = lambda _: None,
+        lost: Callable[[int], object],
     ) -> None:
         self._lost = lost
         self._sampler = provider.sampler
@@ -214,7 +214,7 @@ class _QueueFull(logging.Filter):
 
 @contextlib.asynccontextmanager
 async def spans(
-    settings: TracesSettings, *, flush_timeout: float, lost: Callable[[int], object] = lambda _: None
+    settings: TracesSettings, *, flush_timeout: float, lost: Callable[[int], object]
 ) -> AsyncIterator[Spans]:
     """
     Yield the exporter of spans for *settings*; at the end, the last spans have *flush_timeout* seconds to be sent.

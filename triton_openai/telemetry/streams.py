@@ -27,6 +27,8 @@ _MAX_LINES = 10_000
 _MAX_BYTES = 16 * 1024 * 1024
 # Lines gather this long after each write: a thread that wakes for every line costs more than the line.
 _GATHER_SECONDS = 0.02
+#: How long the end of a process waits for its last lines.
+DRAIN_SECONDS = 1.0
 
 #: Lines a minute of native libraries that are logged.
 MAX_NATIVE_LINES = 20
@@ -230,15 +232,15 @@ def background_writer(stream: TextIO) -> BackgroundWriter | None:
     return None
 
 
-def drain(timeout: float = 1.0) -> None:
+def drain() -> None:
     """
-    Wait until all lines of the standard streams are written or lost, for *timeout* seconds at most.
+    Wait until all lines of the standard streams are written or lost, for :data:`DRAIN_SECONDS` at most.
 
     The wait is divided into short steps: time in which the whole process stands still does not count.
     """
     step = _GATHER_SECONDS / 4
     writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
-    for _ in range(math.ceil(timeout / step)):
+    for _ in range(math.ceil(DRAIN_SECONDS / step)):
         if not any(writer is not None and writer.pending for writer in writers):
             return
         time.sleep(step)

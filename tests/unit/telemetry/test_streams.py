@@ -144,10 +144,11 @@ def test_a_pipe_that_its_owner_does_not_wait_for(pipe: Pipe) -> None:
 def test_lines_of_processes_stay_whole() -> None:
     """Workers write into the same pipe."""
     program = (
-        "import sys; from triton_openai.telemetry.streams import drain, write_in_background\n"
-        "writer = write_in_background('stderr')\n"
+        "import sys; from triton_openai.telemetry import streams\n"
+        "streams.DRAIN_SECONDS = 120\n"
+        "writer = streams.write_in_background('stderr')\n"
         "for _ in range(500): writer.write(sys.argv[1].encode() * 150 + b'\\n')\n"
-        "drain(120)"
+        "streams.drain()"
     )
     reading, writing = os.pipe()
     processes = [subprocess.Popen([sys.executable, "-c", program, letter], stderr=writing) for letter in "abc"]
@@ -163,13 +164,14 @@ def test_a_process_that_stood_still_writes_its_last_lines(pipe: Pipe, monkeypatc
     """Its time to write them is that in which it runs: the clock goes on while it is stopped."""
     hours = itertools.count(step=3600)
     monkeypatch.setattr("time.monotonic", lambda: float(next(hours)))
+    monkeypatch.setattr(streams, "DRAIN_SECONDS", 60)
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(pipe.writer)))
     pipe.writer.write(b"a" * _MUCH + b"\n")
     # Nobody has read it yet.
     pending = [pipe.writer.pending]
     reading = threading.Thread(target=pipe.lines_until, args=[b"a"])
     reading.start()
-    streams.drain(60)
+    streams.drain()
     pending.append(pipe.writer.pending)
     reading.join()
     monkeypatch.undo()

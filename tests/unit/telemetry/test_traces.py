@@ -63,9 +63,10 @@ class Recorder:
 
     def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
         self.exporter = InMemorySpanExporter()
+        self.lost: list[int] = []
         provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         self.tracing = Tracing(**options)
-        self.tracing.spans = otlp.SdkSpans(provider, self.exporter, SimpleSpanProcessor)
+        self.tracing.spans = otlp.SdkSpans(provider, self.exporter, SimpleSpanProcessor, self.lost.append)
 
     def begin(self, *, method: str = "POST", headers: Any = None) -> RequestRecord:
         """Let a request come."""
@@ -543,8 +544,10 @@ async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
 ) -> None:
     """A variable that the SDK does not take is named without a traceback, as settings of the service are."""
     monkeypatch.setenv(variable, value)
+    settings = TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}")
+    lost: list[int] = []
     with pytest.raises(ConfigurationError, match="OTEL_"):
-        async with otlp.spans(TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"), flush_timeout=1):
+        async with otlp.spans(settings, flush_timeout=1, lost=lost.append):
             pass
 
 
