@@ -30,7 +30,7 @@ from triton_openai.cli.batch import progress as progress_module
 from triton_openai.cli.batch.answers import RunFiles, state_path
 from triton_openai.cli.batch.client import Client, RequestFailure, retry_after_of
 from triton_openai.cli.batch.command import execute
-from triton_openai.cli.batch.progress import Lines, duration, progress_for, short
+from triton_openai.cli.batch.progress import Counts, Lines, duration, progress_for, short
 from triton_openai.errors import ConfigurationError
 
 KEY = "sk-1"
@@ -632,7 +632,7 @@ def test_progress_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
     progress = progress_for(100, 20, stream)
     assert isinstance(progress, Lines)
-    counts = SimpleNamespace(done=40, failed=2, input_tokens=1234, output_tokens=999_999_999)
+    counts = Counts(done=40, failed=2, input_tokens=1234, output_tokens=999_999_999)
     for _ in range(4):
         progress.update(counts)
     first, last = stream.getvalue().splitlines()

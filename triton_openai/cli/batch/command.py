@@ -228,7 +228,8 @@ def _summary(files: RunFiles, counts: RunCounts, options: BatchOptions, new: int
     failed = len(files.errors.ids)
     _say(f"{answered:,} of {counts.total:,} lines have answers: {options.output}")
     if new:
-        tokens = f"{short(counts.input_tokens)} tokens in, {short(counts.output_tokens)} out"
+        now = counts.current
+        tokens = f"{short(now.input_tokens)} tokens in, {short(now.output_tokens)} out"
         pace = ""
         if seconds:
             pace = f" in {duration(seconds)}, {new / seconds:.1f} lines/s"

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 # Seconds between the first lines where there is no terminal; later ones come up to the second number apart.
 _FIRST_INTERVAL = 5.0
 _MAX_INTERVAL = 60.0
 
 
-class Counts(Protocol):
+class Counts(NamedTuple):
     """What has been done so far."""
 
-    @property
-    def done(self) -> int:
-        """The lines that were answered or have failed."""
-
-    @property
-    def failed(self) -> int:
-        """The lines that have failed."""
-
-    @property
-    def input_tokens(self) -> int:
-        """The tokens that went in."""
-
-    @property
-    def output_tokens(self) -> int:
-        """The tokens that came out."""
-
-
-class Progress(Protocol):
-    """Shows how a run goes on."""
-
-    def update(self, counts: Counts) -> None:
-        """Show *counts*; it may be called often."""
-
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-
-    def close(self) -> None:
-        """Show the last counts, and end."""
+    #: The lines that were answered or have failed.
+    done: int
+    #: The lines that have failed.
+    failed: int
+    #: The tokens that went in, and those that came out.
+    input_tokens: int
+    output_tokens: int
 
 
 class Bar:
@@ -54,13 +33,16 @@ class Bar:
         self._bar: Any = tqdm(total=total, initial=done, unit=" lines", file=stream, dynamic_ncols=True, smoothing=0.05)
 
     def update(self, counts: Counts) -> None:
+        """Show *counts*; it may be called often."""
         self._bar.set_postfix_str(_tokens_and_failures(counts), refresh=False)
         self._bar.update(counts.done - self._bar.n)
 
     def note(self, text: str) -> None:
+        """Show a line that stays."""
         self._bar.write(text, file=self._bar.fp)
 
     def close(self) -> None:
+        """Show the last counts, and end."""
         self._bar.refresh()
         self._bar.close()
 
@@ -77,6 +59,7 @@ class Lines:
         self._next = self._began + self._interval
 
     def update(self, counts: Counts) -> None:
+        """Show *counts* if it is time; it may be called often."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -90,10 +73,15 @@ class Lines:
         self.note(f"{counts.done:,} of {self._total:,} lines, {rate:.1f} lines/s{left}, {more}")
 
     def note(self, text: str) -> None:
+        """Show a line that stays."""
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: the summary follows."""
+
+
+#: Shows how a run goes on.
+Progress: TypeAlias = Bar | Lines
 
 
 def progress_for(total: int, done: int, stream: TextIO | None = None) -> Progress:

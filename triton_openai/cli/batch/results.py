@@ -9,7 +9,7 @@ import msgspec
 
 from triton_openai.cli.batch.answers import RunFiles
 from triton_openai.cli.batch.client import error_of
-from triton_openai.cli.batch.progress import Progress
+from triton_openai.cli.batch.progress import Counts, Progress
 from triton_openai.json_bytes import escape_line_breaks
 
 
@@ -129,24 +129,15 @@ class RunCounts:
         self.remote_failed = 0
 
     @property
-    def done(self) -> int:
-        """The lines that were answered or have failed."""
-        return len(self._files.answers.ids) + len(self._files.errors.ids) + self.remote
-
-    @property
-    def failed(self) -> int:
-        """The lines that have failed."""
-        return len(self._files.errors.ids) + self.remote_failed
-
-    @property
-    def input_tokens(self) -> int:
-        """The tokens that went in."""
-        return self._tokens[0] + self.remote_tokens[0]
-
-    @property
-    def output_tokens(self) -> int:
-        """The tokens that came out."""
-        return self._tokens[1] + self.remote_tokens[1]
+    def current(self) -> Counts:
+        """What has been done so far."""
+        failed = len(self._files.errors.ids)
+        return Counts(
+            done=len(self._files.answers.ids) + failed + self.remote,
+            failed=failed + self.remote_failed,
+            input_tokens=self._tokens[0] + self.remote_tokens[0],
+            output_tokens=self._tokens[1] + self.remote_tokens[1],
+        )
 
     def add(self, result: Result) -> None:
         """Write *result* into the file that it belongs to, unless it is there."""
@@ -161,7 +152,7 @@ class RunCounts:
 
     def show(self) -> None:
         """Show the progress."""
-        self._progress.update(self)
+        self._progress.update(self.current)
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
