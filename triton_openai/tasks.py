@@ -27,11 +27,12 @@ def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> as
     return task
 
 
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel *tasks*, and return when they have ended, in whichever way."""
-    for task in tasks:
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel *tasks*, and return when they have ended, in whichever way. ``None`` stands for a task never started."""
+    started = list(filter(None, tasks))
+    for task in started:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*started, return_exceptions=True)
 
 
 async def wait_with_signs(

@@ -7,7 +7,6 @@ import contextvars
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -23,10 +22,6 @@ from triton_openai.tasks import cancel, spawn
 _log = structlog.get_logger(__name__)
 # Errors that are about the key of a batch, and show nothing about its model.
 _OF_THE_KEY = (errors.InvalidApiKey, errors.ApiRestricted, errors.KeyNotSufficient)
-
-
-class _KeyRefused(Exception):
-    """The key of a batch may not ask the model, which shows nothing about the model."""
 
 
 class Pause:
@@ -138,20 +133,21 @@ class AwayModels:
 
     async def _probe(self, batches: Sequence[Batch], model: str) -> bool:
         for batch in batches:
-            with suppress(_KeyRefused):
-                return await self._answers_batch(batch, model)
+            answers = await self._answers_batch(batch, model)
+            if answers is not None:
+                return answers
         return True
 
-    async def _answers_batch(self, batch: Batch, model: str) -> bool:
-        """Return whether *model* answers *batch*. Raises :class:`_KeyRefused` if the key of the batch may not ask."""
+    async def _answers_batch(self, batch: Batch, model: str) -> bool | None:
+        """Return whether *model* answers *batch*; ``None`` if the key of the batch may not ask it."""
         try:
             await self._host.probe(batch, model)
         except errors.ModelNotFound as error:
             if error.hidden:
-                raise _KeyRefused from error
+                return None
             return False
-        except _OF_THE_KEY as error:
-            raise _KeyRefused from error
+        except _OF_THE_KEY:
+            return None
         except (errors.InvalidRequest, errors.Overloaded, errors.ServiceOverloaded):
             # A model that refuses a request is not away.
             return True

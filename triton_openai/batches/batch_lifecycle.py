@@ -23,8 +23,7 @@ from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.results import Results, add_result
-from triton_openai.batches.running_batch import Phase, RunningBatch
-from triton_openai.batches.running_life import RunningLife
+from triton_openai.batches.running_batch import Phase, RunningBatch, RunningLife
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, Part, StoredFile
 from triton_openai.tasks import wait_any
@@ -167,7 +166,7 @@ class BatchLifecycle:
 
         life.batch = await self._store.batches.change_leased(batch, begin)
         # Until its end.
-        life.close()
+        life.close_input()
         if part is not None and not refused:
             await self._add_rejected(life.batch, part, reader)
         self._announce()

@@ -35,7 +35,6 @@ from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.results import Results
 from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.slots import Slots
-from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import cancel, wait_any
 from triton_openai.telemetry.instruments import (
@@ -60,10 +59,10 @@ class BatchRunner:
     *first_tokens* shows how long live requests wait. *metrics* counts batches and lines.
     """
 
-    def __init__(self, files: Files, host: Host, first_tokens: FirstTokens, metrics: Metrics | None = None) -> None:
+    def __init__(self, files: Files, host: Host, first_tokens: FirstTokens, metrics: Metrics) -> None:
         self._files = files
         self._store = files.store
-        self._series = (metrics or Metrics(Worker())).child
+        self._series = metrics.child
         self._woken = asyncio.Event()
         # Whether the tables are read in the next step, and whether others are to read them.
         self._looks = True
@@ -208,8 +207,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Release all batches: lines that run wait again. Call it after :meth:`run` was cancelled."""
-        if self._sweeping is not None:
-            await cancel(self._sweeping)
+        await cancel(self._sweeping)
         await self._notifications.close()
         await self._away.close()
         await self._congestion.close()

@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import structlog
 
 from triton_openai.batches import timing
 from triton_openai.batches.host import Host
-from triton_openai.batches.running_batch import Phase
+from triton_openai.batches.running_batch import Leased, Phase
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost
 
@@ -30,18 +30,8 @@ class ResultsMissing(Exception):
     """The file of a part does not have the results that the table says it has."""
 
 
-class Stepped(Protocol):
-    """A batch, or a part of one, in this process."""
-
-    batch: Batch
-    phase: Phase
-
-    def lose(self) -> None:
-        """Stop: another process has it."""
-
-
 async def run_steps(
-    stepped: Stepped,
+    leased: Leased,
     advance: Callable[[], Awaitable[bool]],
     fail: Callable[[BatchError], Awaitable[None]],
 ) -> None:
@@ -55,35 +45,35 @@ async def run_steps(
     while not ended:
         try:
             ended = await advance()
-            _resume(stepped)
+            _resume(leased)
         except LeaseLost:
-            stepped.lose()
+            leased.lose()
             return
         except FileNotFoundError:
             await fail(_MISSING_INPUT)
         except ResultsMissing:
-            _log.error("results of a batch are missing", batch=stepped.batch.id)
+            _log.error("results of a batch are missing", batch=leased.batch.id)
             await fail(_MISSING_RESULTS)
         except (OSError, ServiceError) as error:
-            _pause(stepped, error)
+            _pause(leased, error)
             await asyncio.sleep(timing.FAILURE_PAUSE)
         except Exception:  # noqa: BLE001 - the last resort: logged, and the batch ends
-            _log.exception("batch failed", batch=stepped.batch.id)
+            _log.exception("batch failed", batch=leased.batch.id)
             await fail(_FAILED_TO_RUN)
             await asyncio.sleep(timing.FAILURE_PAUSE)
 
 
-def _pause(stepped: Stepped, error: OSError | ServiceError) -> None:
-    if stepped.phase not in (Phase.PAUSED, Phase.LOST):
+def _pause(leased: Leased, error: OSError | ServiceError) -> None:
+    if leased.phase not in (Phase.PAUSED, Phase.LOST):
         reason = getattr(error, "reason", str(error))
-        _log.warning("batch paused", batch=stepped.batch.id, reason=reason)
-        stepped.phase = Phase.PAUSED
+        _log.warning("batch paused", batch=leased.batch.id, reason=reason)
+        leased.phase = Phase.PAUSED
 
 
-def _resume(stepped: Stepped) -> None:
-    if stepped.phase is Phase.PAUSED:
-        stepped.phase = Phase.RUNNING
-        _log.info("batch resumed", batch=stepped.batch.id)
+def _resume(leased: Leased) -> None:
+    if leased.phase is Phase.PAUSED:
+        leased.phase = Phase.RUNNING
+        _log.info("batch resumed", batch=leased.batch.id)
 
 
 def early_outcome(host: Host, batch: Batch) -> Outcome | None:

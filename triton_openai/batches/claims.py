@@ -20,8 +20,7 @@ import structlog
 
 from triton_openai.batches.file_folder import Files, on_disk, opened
 from triton_openai.batches.host import Host
-from triton_openai.batches.running_batch import Phase, RunningBatch
-from triton_openai.batches.running_life import RunningLife
+from triton_openai.batches.running_batch import Phase, RunningBatch, RunningLife
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, LeaseLost, Part
 from triton_openai.storage.lease_table import Overview
@@ -211,13 +210,12 @@ class Claims:
         finally:
             if self.lives.get(life.batch.id) is life:
                 del self.lives[life.batch.id]
-            life.close()
+            life.close_input()
 
     async def close(self) -> None:
         """End the leases of this process after its parts were released."""
         for life in list(self.lives.values()):
-            if life.task is not None:
-                await cancel(life.task)
+            await cancel(life.task)
             with suppress(ServiceError):
                 await self._leases.release(life.batch)
         if self._lock >= 0:

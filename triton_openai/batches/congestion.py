@@ -78,5 +78,4 @@ class CongestionMonitor:
 
     async def close(self) -> None:
         """Stop looking."""
-        if self._reading is not None:
-            await cancel(self._reading)
+        await cancel(self._reading)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -72,26 +72,15 @@ class LineRunner:
         self._wake()
 
     async def _start(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
-        with self._reserved(running, picked) as reserved:
-            reserved[:] = await self._admit(running, picked)
-            # The batch may have been cancelled or lost meanwhile.
-            if not (reserved and _may_start(running)):
-                return
-            contents = await self._contents(running, reserved)
-            if running.lost or not (contents and reserved):
-                return
-            await self._run_all(running, reserved, contents)
-
-    @contextmanager
-    def _reserved(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Iterator[list[PickedLine]]:
-        """
-        Yield a list of lines that are counted in limits; those that it has at the end of the block are given back.
-
-        They wait again then, also if the block is cancelled.
-        """
+        # The lines that are counted in limits. Those that have not started wait again, also if this is cancelled.
         reserved = [*picked]
         try:
-            yield reserved
+            reserved = await self._admit(running, picked)
+            # The batch may have been cancelled or lost meanwhile.
+            if reserved and _may_start(running):
+                contents = await self._contents(running, reserved)
+                if contents and reserved and not running.lost:
+                    await self._run_all(running, reserved, contents)
         finally:
             self._give_back(running, reserved)
 
@@ -137,7 +126,7 @@ class LineRunner:
             await self._mark_stopped(running, numbers)
         return ()
 
-    async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> Sequence[PickedLine]:
+    async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> list[PickedLine]:
         """Return those of *picked* that the limits of their key admit; the others wait again."""
         owner = running.batch.owner
         answers = await asyncio.gather(*(self._keys.admit(owner) for _ in picked), return_exceptions=True)

@@ -49,5 +49,4 @@ class Notifications:
 
     async def close(self) -> None:
         """Stop checking."""
-        if self._checking is not None:
-            await cancel(self._checking)
+        await cancel(self._checking)

@@ -128,8 +128,7 @@ class PartRunner:
     async def close(self) -> None:
         """Release all parts: lines that run wait again."""
         for running in list(self._batches.values()):
-            tasks = [running.starting, running.task, *running.running.values()]
-            await cancel(*[task for task in tasks if task is not None])
+            await cancel(running.starting, running.task, *running.running.values())
             with suppress(ServiceError, LeaseLost):
                 await self._results.store(running, at_once=True)
                 # The write of their deaths may have been cancelled.

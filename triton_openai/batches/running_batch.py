@@ -1,4 +1,8 @@
-"""A part of a batch that this process runs: lines that wait, run, or have a result that is not stored yet."""
+"""
+What this process has of batches: batches that it takes to their ends, and parts that it runs.
+
+The lines of a part wait, run, or have a result that is not stored yet.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Container, Sequence
 from enum import Enum
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
-from triton_openai.storage.batch_records import Batch, Done, Line, Part
+from triton_openai.storage.batch_records import Batch, BatchError, Done, Line, Part
 
 _log = structlog.get_logger(__name__)
 # Results that are written together, at most.
@@ -46,7 +50,77 @@ class Attempts(NamedTuple):
     waits: int = 0
 
 
-class RunningBatch:
+class Leased:
+    """A batch, or a part of one, of which this process has the lease."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.phase = Phase.RUNNING
+        #: The descriptor of the input; -1 for none.
+        self.input = -1
+        #: Set when something has changed.
+        self.woken = asyncio.Event()
+        #: The task that takes it to its end.
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was taken from this process."""
+        return self.phase is Phase.LOST
+
+    def lose(self) -> None:
+        """Stop: the lease has expired, and another process may have it."""
+        if self.lost:
+            return
+        self.phase = Phase.LOST
+        _log.warning("batch lease lost", batch=self.batch.id)
+        self._cancel_tasks()
+
+    def _cancel_tasks(self, *others: asyncio.Task[Any]) -> None:
+        for task in (self.task, *others):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    def close_input(self) -> None:
+        """Close the input."""
+        if self.input >= 0:
+            os.close(self.input)
+            self.input = -1
+
+
+class RunningLife(Leased):
+    """
+    A batch that this process takes to its end. Lines of it may run in any process.
+
+    It validates the input, waits for the lines, and makes the files.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        #: Why it can only fail, without files.
+        self.problems: Sequence[BatchError] = ()
+
+    def update(self, batch: Batch) -> None:
+        """
+        Note what other processes have changed in *batch*, as the table had it a moment ago.
+
+        What this process has changed since is newer.
+        """
+        mine = self.batch
+        if batch.status == "cancelling" and mine.status in ("validating", "in_progress"):
+            mine.status = batch.status
+            mine.times = batch.times
+            self.woken.set()
+        if batch.unfinished < mine.unfinished:
+            mine.succeeded = batch.succeeded
+            mine.failed = batch.failed
+            self.woken.set()
+        if batch.problems and not mine.problems:
+            mine.problems = batch.problems
+            self.woken.set()
+
+
+class RunningBatch(Leased):
     """
     The *part* of a *batch* that this process runs.
 
@@ -55,9 +129,8 @@ class RunningBatch:
     """
 
     def __init__(self, batch: Batch, part: Part) -> None:
-        self.batch = batch
+        super().__init__(batch)
         self.part = part
-        self.phase = Phase.RUNNING
         #: Lines that may start, by model.
         self.waiting: dict[str, deque[Line]] = {}
         #: Lines that ran when a process or a Triton ended. They run while no others do.
@@ -78,8 +151,7 @@ class RunningBatch:
         self.more = True
         #: Whether the table may have other lines for this process than those here: a write may have been done or not.
         self.unsure = False
-        #: The descriptors of the input and of the file with results; -1 for none.
-        self.input = -1
+        #: The descriptor of the file with results; -1 for none.
         self.output = -1
         #: Lines that were claimed, and whose bytes may not be in the file of the input yet.
         self.unloaded: list[Line] = []
@@ -90,17 +162,8 @@ class RunningBatch:
         self.safe = 0
         self.safe_at = time.monotonic()
         self.written: list[Done] = []
-        #: Set when something has changed, and when results are to be written at once.
-        self.woken = asyncio.Event()
+        #: Set when results are to be written at once.
         self.full = asyncio.Event()
-        #: The task that stores its results, and ends it.
-        self.task: asyncio.Task[None] | None = None
-
-    def close_input(self) -> None:
-        """Close the input."""
-        if self.input >= 0:
-            os.close(self.input)
-            self.input = -1
 
     def close(self) -> None:
         """Close the input and the results."""
@@ -109,22 +172,15 @@ class RunningBatch:
             os.close(self.output)
             self.output = -1
 
-    @property
-    def lost(self) -> bool:
-        """Whether it was taken from this process."""
-        return self.phase is Phase.LOST
-
     def lose(self, *, ended: bool = False) -> None:
         """Stop running the lines: the lease has expired, or the batch has *ended*."""
-        if self.phase is Phase.LOST:
+        if self.lost:
             return
         self.phase = Phase.LOST
         # A process that was frozen has lost its lines, also when others have ended the batch since.
         if self.running or not ended:
             _log.warning("batch lease lost", batch=self.batch.id)
-        for task in (self.task, *self.running.values()):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+        self._cancel_tasks(*self.running.values())
 
     # Lines that wait
 
@@ -157,12 +213,16 @@ class RunningBatch:
         for line in lines:
             first.setdefault(line.prefix, line.number)
         for line in sorted(lines, key=lambda line: (first[line.prefix], line.number)):
-            if line.max_group:
-                self.quarantined.append(line)
-            else:
-                self.waiting.setdefault(line.model, deque()).append(line)
+            self._append(line)
         for model in [model for model, queue in self.waiting.items() if not queue]:
             del self.waiting[model]
+
+    def _append(self, line: Line) -> None:
+        """Make *line* the last one that waits."""
+        if line.max_group:
+            self.quarantined.append(line)
+        else:
+            self.waiting.setdefault(line.model, deque()).append(line)
 
     def put_back(self, line: Line) -> None:
         """Make *line*, which does not run, the next one that waits."""
@@ -179,10 +239,7 @@ class RunningBatch:
         """Put the lines back whose retry is due. They come after those that have not run: they may fail again."""
         while self.retrying and self.retrying[0][0] <= now:
             _, _, line = heapq.heappop(self.retrying)
-            if line.max_group:
-                self.quarantined.append(line)
-            else:
-                self.waiting.setdefault(line.model, deque()).append(line)
+            self._append(line)
 
     def numbers(self) -> set[int]:
         """Return the numbers of the lines that this process has, while none are about to start."""
