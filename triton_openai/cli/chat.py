@@ -7,18 +7,18 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import aiohttp
 
-from triton_openai.cli.endpoint import Endpoint, add_options, endpoint_of
+from triton_openai.cli.endpoint import Endpoint, add_options, endpoint_of, pieces_of
 from triton_openai.cli.parser import CommandParser, OwnCommand, count, number
 from triton_openai.cli.terminal import shows_colours
 from triton_openai.config.files import state_folder
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.load.events import MAX_LINE_BYTES, Piece, error_of_body, read_event
+from triton_openai.load.events import Piece, error_of_body
 
 _DIM = "\033[2m"
 _RED = "\033[31m"
@@ -183,10 +183,8 @@ class Chat:
                     raise self.endpoint.refusal_error(response.status, await response.read())
                 if response.content_type == "application/json":
                     raise ValueError(f"it is no stream but: {error_of_body(await response.read())}")
-                async for line in _lines(response.content):
-                    piece = read_event(line)
-                    if piece is not None:
-                        answer.add(piece)
+                async for piece in pieces_of(response.content):
+                    answer.add(piece)
         except ValueError as error:
             raise ServiceError(f"The answer failed: {error}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -204,17 +202,6 @@ class Chat:
         if self.messages and self.messages[-2]["content"] == self.question:
             self.messages = self.messages[:-2]
         return self.question
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of *content* as they are complete. Raises :class:`ValueError` for one without an end."""
-    pending = b""
-    async for data in content.iter_any():
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            yield line
-        if len(pending) > MAX_LINE_BYTES:
-            raise ValueError(f"an event has more than {MAX_LINE_BYTES} bytes.")
 
 
 def _converse(runner: asyncio.Runner, chat: Chat, *, keeps_history: bool) -> None:

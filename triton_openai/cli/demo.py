@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
+from triton_openai.cli.endpoint import pieces_of
 from triton_openai.cli.serve import serve_demo
 from triton_openai.config.tree import AccessSettings, ApiGroup, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo import speech
@@ -193,26 +194,14 @@ async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any
         async with session.post(url, json={**asked, "messages": [{"role": "user", "content": question}]}) as response:
             if response.status != 200:
                 return f"HTTP {response.status}: {await response.text()}"
-            async for line in response.content:
-                payload = line.decode().partition("data:")[2].strip()
-                if not payload or payload == "[DONE]":
-                    continue
-                chunk = json.loads(payload)
-                if "error" in chunk:
-                    return str(chunk["error"]["message"])
-                for choice in chunk["choices"]:
-                    print(choice["delta"].get("content") or "", end="", flush=True)
-                    for call in choice["delta"].get("tool_calls") or ():
-                        function = call["function"]
-                        if function.get("name"):
-                            name = f"{function['name']} "
-                        else:
-                            name = ""
-                        print(f"{name}{function.get('arguments', '')}", end="", flush=True)
+            async for piece in pieces_of(response.content):
+                print(piece.text + piece.calls, end="", flush=True)
     except TimeoutError:
         return f"No answer within {_ANSWER_SECONDS} s."
     except aiohttp.ClientError as error:
         return f"No answer: {error}"
+    except ValueError as error:
+        return str(error)
     finally:
         print(flush=True)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ import msgspec
 from triton_openai import __version__
 from triton_openai.cli.parser import CommandParser
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.load.events import error_of_body
+from triton_openai.load.events import MAX_LINE_BYTES, Piece, error_of_body, read_event
 
 DEFAULT_URL = "http://localhost:9000/v1"
 #: The variables of OpenAI's own client libraries.
@@ -108,6 +108,19 @@ class Endpoint(msgspec.Struct, frozen=True):
         if status == 401:
             advice = f" Set {KEY_VARIABLE} to a key of this service."
         return ServiceError(f"{self.url} answers with HTTP {status}: {message}.{advice}")
+
+
+async def pieces_of(content: aiohttp.StreamReader) -> AsyncIterator[Piece]:
+    """Yield what the events of an answer have, as they arrive. Raises :class:`ValueError` for one that is an error."""
+    pending = b""
+    async for data in content.iter_any():
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            piece = read_event(line)
+            if piece is not None:
+                yield piece
+        if len(pending) > MAX_LINE_BYTES:
+            raise ValueError(f"an event has more than {MAX_LINE_BYTES} bytes.")
 
 
 def connection_reason(error: BaseException) -> str:
