@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import structlog
@@ -365,25 +365,11 @@ async def apply_settings(app: web.Application, settings: Settings, reload: bool)
     service.settings = settings
 
 
-def _store_checks(service: Service) -> Sequence[Callable[[], Awaitable[None]]]:
-    """Return what makes sure that the stores are of this release, and sound."""
-    checks: list[Callable[[], Awaitable[None]]] = [service.responses.verify]
-    files = service.files
-    if files is not None:
-
-        async def check_files() -> None:
-            await files.store.verify()
-            await files.check()
-
-        checks.append(check_files)
-    return checks
-
-
-async def _usable(check: Callable[[], Awaitable[None]]) -> None:
+async def _check_store(check: Awaitable[None]) -> None:
     """Raise :class:`ConfigurationError` if *check* does. A store that does not answer now may do so later."""
     try:
         async with asyncio.timeout(_STORE_SECONDS):
-            await check()
+            await check
     except ConfigurationError:
         raise
     except (ServiceError, TimeoutError):
@@ -404,7 +390,10 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
         if ":" in settings.responses.store:
             # The operator chose it. The file in the state folder is opened when the first response is stored.
             service.background.start(service.responses.check(), timeout=_STORE_SECONDS)
-    await asyncio.gather(*(_usable(check) for check in _store_checks(service)))
+    checks: list[Awaitable[None]] = [service.responses.verify()]
+    if service.files is not None:
+        checks.append(service.files.verify())
+    await asyncio.gather(*map(_check_store, checks))
     models = service.models
     work = [service.fleet.run(), keep_loaded(models), app[LOOP_LAG].run()]
     if service.batches is not None:

@@ -102,6 +102,15 @@ class Files:
                 return f"{self._path} is on {kind}, where SQLite loses data"
         return None
 
+    async def verify(self) -> None:
+        """
+        Check that this release can use the tables, and that these are the files that belong to them.
+
+        Raises :class:`ConfigurationError` if not, and :class:`ServiceError` if that cannot be found out.
+        """
+        await self.store.verify()
+        await self.check()
+
     async def check(self) -> None:
         """
         Check that these are the files of the other services on the same tables.

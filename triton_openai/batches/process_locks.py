@@ -40,23 +40,11 @@ class ProcessLocks:
         return descriptor
 
     def is_stale(self, holder: str) -> bool:
-        """Return whether the process of *holder* has certainly ended. A process that is frozen has not."""
-        return self._is_unlocked(holder)
+        """
+        Return whether the process of *holder* has certainly ended. A process that is frozen has not.
 
-    def unlock(self, holder: str) -> None:
-        """Delete the lock of *holder*, which has no leases any more. Raises :class:`OSError`."""
-        self._path(holder).unlink(missing_ok=True)
-
-    def stale_before(self, before: float) -> Sequence[str]:
-        """Return the names of the files of ended processes that were last changed before a time."""
-        names = names_before(self._folder, (_SUFFIX,), before)
-        return [name for name in names if self._is_unlocked(name.removesuffix(_SUFFIX))]
-
-    def _path(self, holder: str) -> Path:
-        return self._folder / f"{holder}{_SUFFIX}"
-
-    def _is_unlocked(self, holder: str) -> bool:
-        """Return whether nobody locks the file of *holder*; ``False`` if there is none."""
+        Without a lock, nothing is certain.
+        """
         try:
             descriptor = os.open(self._path(holder), os.O_RDWR)
         except FileNotFoundError:
@@ -68,6 +56,18 @@ class ProcessLocks:
         finally:
             os.close(descriptor)
         return True
+
+    def unlock(self, holder: str) -> None:
+        """Delete the lock of *holder*, which has no leases any more. Raises :class:`OSError`."""
+        self._path(holder).unlink(missing_ok=True)
+
+    def stale_before(self, before: float) -> Sequence[str]:
+        """Return the names of the files of ended processes that were last changed before a time."""
+        names = names_before(self._folder, (_SUFFIX,), before)
+        return [name for name in names if self.is_stale(name.removesuffix(_SUFFIX))]
+
+    def _path(self, holder: str) -> Path:
+        return self._folder / f"{holder}{_SUFFIX}"
 
 
 def names_before(folder: Path, suffixes: tuple[str, ...], before: float) -> Sequence[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 
 from triton_openai.storage.batch_schema import TABLES
 from triton_openai.storage.batch_table import BatchTable
-from triton_openai.storage.batch_tables import CHANNEL, LONG_TIMEOUT, failed_write
+from triton_openai.storage.batch_tables import CHANNEL, LONG_TIMEOUT, reported
 from triton_openai.storage.enqueued_table import EnqueuedTable
 from triton_openai.storage.file_table import FileTable
 from triton_openai.storage.lease_table import LeaseTable
@@ -34,10 +33,8 @@ class BatchStore:
 
         Raises :class:`ConfigurationError` if it cannot, and :class:`ServiceError` if the database does not answer.
         """
-        try:
+        with reported():
             await self._database.verify(TABLES, timeout=LONG_TIMEOUT)
-        except (OSError, sqlite3.Error) as error:
-            raise failed_write(error) from error
 
     async def listen(self, notify: Callable[[], None]) -> bool:
         """
@@ -45,10 +42,8 @@ class BatchStore:
 
         Call it again from time to time: it connects again where the connection was lost. Raises :class:`ServiceError`.
         """
-        try:
+        with reported():
             return await self._database.listen(CHANNEL, notify)
-        except (OSError, sqlite3.Error) as error:
-            raise failed_write(error) from error
 
     async def close(self) -> None:
         """Disconnect."""

@@ -15,7 +15,7 @@ from triton_openai.storage.batch_tables import (
     add_bytes,
     batch_of_row,
     bytes_of_owner,
-    encoded,
+    encode,
     lock_batch,
     lock_leased,
     page_of_owner,
@@ -53,7 +53,7 @@ class BatchTable(Tables):
         yield (
             "INSERT INTO batch (id, owner, kind, input, open, created, holder, generation, until, detail)"
             " VALUES ($1, $2, $3, $4, 1, $5, '', 0, 0, $6)",
-            *(batch.id, batch.owner, batch.kind, batch.input, batch.created, encoded(batch)),
+            *(batch.id, batch.owner, batch.kind, batch.input, batch.created, encode(batch)),
         )
         yield from add_bytes(batch.owner, ROW_SIZE)
         yield (NOTIFY,)

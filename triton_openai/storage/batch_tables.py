@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +28,8 @@ CHANNEL = "openai_batches"
 #: Notifies the processes that wait. They are notified when the transaction ends.
 NOTIFY = f"NOTIFY {CHANNEL}"
 
-_encode = msgspec.json.Encoder().encode
+#: Returns a batch for its column ``detail``.
+encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Batch).decode
 
 
@@ -46,10 +48,17 @@ class Tables:
         timeout = TIMEOUT
         if long:
             timeout = LONG_TIMEOUT
-        try:
+        with reported():
             return await self._database.run(steps, timeout=timeout, write=write)
-        except (OSError, sqlite3.Error) as error:
-            raise failed_write(error) from error
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Raise :class:`StorageFull` or :class:`StoreUnavailable` for an error of the database."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise failed_write(error) from error
 
 
 def failed_write(error: Exception) -> errors.ServiceError:
@@ -59,11 +68,6 @@ def failed_write(error: Exception) -> errors.ServiceError:
     if full or (isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL):
         return errors.StorageFull("There is no room for more files.", detail=detail)
     return errors.StoreUnavailable("Files and batches cannot be used at the moment.", detail=detail, retry_after=2)
-
-
-def encoded(batch: Batch) -> bytes:
-    """Return *batch* for its column ``detail``."""
-    return _encode(batch)
 
 
 def batch_of_row(row: Sequence[Any]) -> Batch:
@@ -103,7 +107,7 @@ def lock_part(part: Part) -> Steps[None]:
 
 def update_batch(batch: Batch) -> Steps[None]:
     """Write *batch*, which is locked."""
-    yield "UPDATE batch SET detail = $2, open = $3 WHERE id = $1", batch.id, _encode(batch), int(batch.open)
+    yield "UPDATE batch SET detail = $2, open = $3 WHERE id = $1", batch.id, encode(batch), int(batch.open)
 
 
 def add_bytes(owner: str, number: int) -> Steps[int]:

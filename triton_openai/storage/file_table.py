@@ -53,8 +53,7 @@ class FileTable(Tables):
     @operation(write=True)
     def complete(self, file: StoredFile) -> Steps[None]:
         """Replace the reservation of *file* by the complete file."""
-        yield "DELETE FROM file WHERE id = $1", file.id
-        yield from insert_file(file)
+        yield from _replace_file(file)
 
     @operation(write=True)
     def complete_upload(self, file: StoredFile) -> Steps[bool]:
@@ -67,8 +66,7 @@ class FileTable(Tables):
         )
         if not rows:
             return False
-        yield "DELETE FROM file WHERE id = $1", file.id
-        yield from insert_file(file)
+        yield from _replace_file(file)
         return True
 
     @operation()
@@ -161,6 +159,11 @@ def insert_file(file: StoredFile) -> Steps[None]:
         f"INSERT INTO file ({_COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
         *msgspec.structs.astuple(file),
     )
+
+
+def _replace_file(file: StoredFile) -> Steps[None]:
+    yield "DELETE FROM file WHERE id = $1", file.id
+    yield from insert_file(file)
 
 
 def _discount(counted: Sequence[Sequence[Any]]) -> Steps[None]:
