@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from triton_openai.api.responses import background, conversations, event_log, stored
-from triton_openai.storage import batch_tables, postgresql, store
-
 _SECONDS = 600.0
+_LIMITS = [
+    "app._STORE_SECONDS",
+    "storage.store.Store.timeout",
+    "storage.store._SLOW_SECONDS",
+    "storage.sqlite._VERIFY_SECONDS",
+    "storage.batch_store.LONG_TIMEOUT",
+    "storage.batch_tables.LONG_TIMEOUT",
+    "storage.batch_tables.TIMEOUT",
+    "api.responses.background.LEASE_SECONDS",
+    "api.responses.conversations.LEASE_SECONDS",
+    # A renewal would be one write more.
+    "api.responses.conversations.RENEW_SECONDS",
+    "api.responses.event_log.LEASE_SECONDS",
+    "api.responses.stored.LEASE_SECONDS",
+]
+if find_spec("asyncpg") is not None:
+    _LIMITS.append("storage.postgresql._CONNECT_SECONDS")
 
 
 @pytest.fixture(autouse=True)
 def _patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test about such a limit sets it itself, when all has happened that is to succeed."""
-    monkeypatch.setattr(store.Store, "timeout", _SECONDS)
-    monkeypatch.setattr(store, "_SLOW_SECONDS", _SECONDS)
-    monkeypatch.setattr(batch_tables, "TIMEOUT", _SECONDS)
-    monkeypatch.setattr(batch_tables, "LONG_TIMEOUT", _SECONDS)
-    monkeypatch.setattr(postgresql, "_CONNECT_SECONDS", _SECONDS)
-    for module in (background, conversations, event_log, stored):
-        monkeypatch.setattr(module, "LEASE_SECONDS", _SECONDS)
-    # A renewal would be one write more.
-    monkeypatch.setattr(conversations, "RENEW_SECONDS", _SECONDS)
+    for limit in _LIMITS:
+        monkeypatch.setattr(f"triton_openai.{limit}", _SECONDS)

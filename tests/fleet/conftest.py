@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.patient_stores import _patient_stores
 from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import embedded
 from triton_openai.config.tree import (
@@ -25,19 +26,11 @@ from triton_openai.config.tree import (
 )
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository
-from triton_openai.storage import batch_tables
-from triton_openai.storage.sql import SqlStore
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
+__all__ = ["_patient_stores"]
 MODELS = ["ensemble", "vllm_model", "text_embedding"]
 NAMES = ("a", "b", "c")
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let operations of the stores take as long as they do: a machine may stand still for seconds."""
-    monkeypatch.setattr(batch_tables, "TIMEOUT", 600.0)
-    monkeypatch.setattr(SqlStore, "timeout", 600.0)
 
 
 @dataclass(frozen=True)

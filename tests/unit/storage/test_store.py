@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -33,18 +32,6 @@ from triton_openai.storage.store import Chain, EntryFull, Page, Row, RowKey, Sto
 # Seconds of the service, before a test changes them.
 _LIMIT = batch_tables.TIMEOUT
 PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no operation be given up, however busy the machine is; a test of a limit sets its own."""
-    monkeypatch.setattr(Store, "timeout", 120.0)
-    limits = ["batch_tables.TIMEOUT", "batch_tables.LONG_TIMEOUT", "batch_store.LONG_TIMEOUT", "sqlite._VERIFY_SECONDS"]
-    if find_spec("asyncpg") is not None:
-        limits.append("postgresql._CONNECT_SECONDS")
-    for limit in limits:
-        monkeypatch.setattr(f"triton_openai.storage.{limit}", 120.0)
-    monkeypatch.setattr("triton_openai.app._STORE_SECONDS", 120.0)
 
 
 def opened(url: str, **settings: Any) -> Store:
