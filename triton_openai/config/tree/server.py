@@ -49,7 +49,10 @@ class ServerSettings(SettingsGroup, frozen=True):
         Meta(ge=2, le=86_400, extra=SECONDS),
         file_only("A worker silent for this long is replaced.", live=True),
     ] = 60.0
-    max_body_size: Annotated[Bytes, flag("Largest request body, images included.")] = 48 * 1024 * 1024
+    max_body_size: Annotated[
+        Bytes,
+        flag("Largest request body, images included. A frame of a Responses WebSocket has 24 MiB at most in any case."),
+    ] = 48 * 1024 * 1024
     heartbeat_interval: Annotated[Seconds, file_only("A silent stream sends a comment this often.", live=True)] = 15.0
     max_running_requests: Annotated[
         Count | None, common_flag("Most running requests, divided among the workers; others wait.", live=True)
