@@ -15,12 +15,12 @@ class Counts(NamedTuple):
     """What has been done so far."""
 
     #: The lines that were answered or have failed.
-    done: int
+    done: int = 0
     #: The lines that have failed.
-    failed: int
+    failed: int = 0
     #: The tokens that went in, and those that came out.
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class Bar:

@@ -13,7 +13,7 @@ import msgspec
 
 from triton_openai.cli.batch.answers import RunFiles, SentBatch, State
 from triton_openai.cli.batch.client import Client, RequestFailure, with_retries
-from triton_openai.cli.batch.progress import lines_text
+from triton_openai.cli.batch.progress import Counts, lines_text
 from triton_openai.cli.batch.prompts import Request
 from triton_openai.cli.batch.results import RunCounts, read_result
 from triton_openai.cli.batch.uploading import upload
@@ -53,9 +53,8 @@ class RemoteRun:
         self._window = window
         self._max_lines = max_lines
         self._state: State = files.state
-        # The lines of each open batch that have results, and those of them that have failed.
-        self._progress: dict[int, tuple[int, int]] = {}
-        self._tokens: dict[int, tuple[int, int]] = {}
+        # What each open batch has done, by its number.
+        self._progress: dict[int, Counts] = {}
 
     async def run(self, read: Callable[[], Iterator[Request]]) -> None:
         """
@@ -185,18 +184,18 @@ class RemoteRun:
     def _note_progress(self, sent: SentBatch, batch: Mapping[str, Any]) -> None:
         counts = batch.get("request_counts") or {}
         failed = counts.get("failed", 0)
-        self._progress[sent.number] = (counts.get("completed", 0) + failed, failed)
         usage = batch.get("usage") or {}
-        self._tokens[sent.number] = (usage.get("input_tokens", 0), usage.get("output_tokens", 0))
+        self._progress[sent.number] = Counts(
+            done=counts.get("completed", 0) + failed,
+            failed=failed,
+            input_tokens=usage.get("input_tokens", 0),
+            output_tokens=usage.get("output_tokens", 0),
+        )
         self._sum_up()
 
     def _sum_up(self) -> None:
-        self._counts.remote = sum(done for done, _ in self._progress.values())
-        self._counts.remote_failed = sum(failed for _, failed in self._progress.values())
-        self._counts.remote_tokens = (
-            sum(read for read, _ in self._tokens.values()),
-            sum(written for _, written in self._tokens.values()),
-        )
+        totals = map(sum, zip(*self._progress.values(), strict=True))
+        self._counts.remote = Counts(*totals)
 
     async def _end(self, sent: SentBatch, batch: Mapping[str, Any]) -> Sequence[str]:
         """Write the results of a batch that has ended, and return why it was refused as a whole."""
@@ -210,7 +209,6 @@ class RemoteRun:
     def _end_progress(self, sent: SentBatch) -> None:
         """Note that the results of a batch are in the files."""
         self._progress.pop(sent.number, None)
-        self._tokens.pop(sent.number, None)
         self._sum_up()
         self._files.sync()
         sent.fetched = True

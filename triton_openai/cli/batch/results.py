@@ -121,22 +121,20 @@ class RunCounts:
         self._files = files
         self._progress = progress
         self.total = total
-        #: Those of this run: of the lines in the files, and of batches whose results are not fetched.
-        self.remote_tokens = (0, 0)
+        #: What batches have done whose results are not in the files yet.
+        self.remote = Counts()
+        # The tokens of the lines that this run has written into the files.
         self._tokens = (0, 0)
-        #: Lines with results that are not in the files yet, and how many of those have failed.
-        self.remote = 0
-        self.remote_failed = 0
 
     @property
     def current(self) -> Counts:
         """What has been done so far."""
         failed = len(self._files.errors.ids)
         return Counts(
-            done=len(self._files.answers.ids) + failed + self.remote,
-            failed=failed + self.remote_failed,
-            input_tokens=self._tokens[0] + self.remote_tokens[0],
-            output_tokens=self._tokens[1] + self.remote_tokens[1],
+            done=len(self._files.answers.ids) + failed + self.remote.done,
+            failed=failed + self.remote.failed,
+            input_tokens=self._tokens[0] + self.remote.input_tokens,
+            output_tokens=self._tokens[1] + self.remote.output_tokens,
         )
 
     def add(self, result: Result) -> None:
