@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from triton_openai.cli.endpoint import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from triton_openai.cli.parser import CommandParser, count, number, seconds
 from triton_openai.errors import ConfigurationError
 
-_DEFAULT_URL = "http://localhost:9000/v1"
 _EPILOG = (
-    "The key is read from the environment variable OPENAI_API_KEY. The guide is docs/guides/batches.md, 'One command'."
+    f"The key is read from the environment variable {KEY_VARIABLE}. The guide is docs/guides/batches.md, 'One command'."
 )
 # What a batch leaves to the service.
 _LIVE_ONLY = ("concurrency", "retries", "timeout")
@@ -62,8 +62,8 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
 def batch_options(parsed: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> BatchOptions:
     """Return the options that were *parsed*, and those of *environ*. Raises :class:`ConfigurationError`."""
     values = dict(parsed)
-    key = environ.get("OPENAI_API_KEY", "").strip() or None
-    url = service_url(values.pop("url") or environ.get("OPENAI_BASE_URL", "").strip() or _DEFAULT_URL)
+    key = environ.get(KEY_VARIABLE, "").strip() or None
+    url = service_url(values.pop("url") or environ.get(URL_VARIABLE, "").strip() or DEFAULT_URL)
     if values["action"] == "run":
         _complete(values)
     return BatchOptions(url=url, key=key, **values)
@@ -125,7 +125,7 @@ def add_options(parser: CommandParser) -> None:
     for name, about in _ABOUT.items():
         command = actions.add_parser(name, description=about, help=about, epilog=_EPILOG, allow_abbrev=False)
         command.add_argument(
-            "--url", help=f"The service. (default: OPENAI_BASE_URL of the environment, or {_DEFAULT_URL})"
+            "--url", help=f"The service. (default: {URL_VARIABLE} of the environment, or {DEFAULT_URL})"
         )
         commands[name] = command
     _add_run(commands["run"])

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from triton_openai import __version__
-from triton_openai.cli.endpoint import connection_reason
+from triton_openai.cli.endpoint import Endpoint, connection_reason
 from triton_openai.errors import printable
 
 _T = TypeVar("_T")
@@ -60,11 +59,8 @@ class Client:
 
     def __init__(self, url: str, key: str | None, *, connections: int, timeout: float) -> None:
         self._url = url
-        headers = {"User-Agent": f"triton-openai/{__version__}"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
-            headers=headers,
+            headers=Endpoint(url, key).headers,
             connector=aiohttp.TCPConnector(limit=connections),
             timeout=aiohttp.ClientTimeout(total=timeout, connect=60.0),
             # Companies reach services by proxies of the environment.
