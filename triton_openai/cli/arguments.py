@@ -182,9 +182,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
         return Parsed(command=values["command"], settings={}, options=own)
     settings = {"config", *(option.name for option in options())}
     return Parsed(
-        command=values["command"],
         settings={name: value for name, value in values.items() if name in settings},
-        **{name: values[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in values},
+        **{name: values[name] for name in Parsed.__struct_fields__ if name in values},
     )
 
 

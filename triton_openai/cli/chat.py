@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -258,44 +258,32 @@ def _command(chat: Chat, text: str) -> str:
         return text
     word, _, argument = text.partition(" ")
     argument = argument.strip()
-    commands: Mapping[str, Callable[[], str]] = {
-        "/new": lambda: _forget(chat),
-        "/system": lambda: _set_system(chat, argument),
-        "/model": lambda: _set_model(chat, argument),
-        "/help": lambda: _HELP,
-        "/?": lambda: _HELP,
-    }
-    if word == "/retry":
-        question = chat.take_back()
-        if not question:
-            print("There is no question to ask again.")
-        return question
-    if word not in commands:
-        # Such as a path in a question.
-        if "/" in word[1:] or len(word) == 1:
-            return text
-        print(f"There is no command {word}. /help lists them.")
-        return ""
-    print(commands[word]())
-    return ""
-
-
-def _forget(chat: Chat) -> str:
-    chat.forget()
-    return "A new conversation begins."
-
-
-def _set_system(chat: Chat, text: str) -> str:
-    chat.system = text
-    if text:
-        return "The system prompt is set."
-    return "There is no system prompt now."
-
-
-def _set_model(chat: Chat, name: str) -> str:
-    if name:
-        chat.model = name
-    return f"The model is {chat.model}."
+    question = ""
+    match word:
+        case "/retry":
+            question = chat.take_back()
+            if not question:
+                print("There is no question to ask again.")
+        case "/new":
+            chat.forget()
+            print("A new conversation begins.")
+        case "/system" if argument:
+            chat.system = argument
+            print("The system prompt is set.")
+        case "/system":
+            chat.system = ""
+            print("There is no system prompt now.")
+        case "/model":
+            chat.model = argument or chat.model
+            print(f"The model is {chat.model}.")
+        case "/help" | "/?":
+            print(_HELP)
+        case _ if "/" in word[1:] or word == "/":
+            # Such as a path in a question.
+            question = text
+        case _:
+            print(f"There is no command {word}. /help lists them.")
+    return question
 
 
 def _piped() -> str:
