@@ -101,8 +101,8 @@ async def answered_within(work: Awaitable[_Result], seconds: float) -> _Result:
             await cancel(task)
 
 
-async def wait_any(*events: asyncio.Event, timeout: float) -> None:
-    """Wait until one of *events* is set, for *timeout* seconds at most."""
+async def wait_any(*events: asyncio.Event, timeout: float | None) -> None:
+    """Wait until one of *events* is set, for *timeout* seconds at most; ``None`` for any time."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

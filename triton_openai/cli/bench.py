@@ -21,6 +21,7 @@ from triton_openai.errors import ConfigurationError, ServiceError, printable
 from triton_openai.load.events import EventReader
 from triton_openai.load.streams import Target, run_streams
 from triton_openai.load.tally import Outcome, Plan, Tally, percentile
+from triton_openai.tasks import cancel
 
 _STREAMS = 8
 _REQUESTS = 64
@@ -150,8 +151,7 @@ async def _measured(endpoint: Endpoint, options: Mapping[str, Any], plan: Plan, 
     try:
         await run_streams(target, plan, Tally(plan, outcome))
     finally:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
+        await cancel(progress)
     if not outcome.answers and outcome.errors:
         raise ServiceError(f"No request succeeded. The first failed: {printable(outcome.errors[0], 300)}")
     return _report(endpoint.url, model, plan, options, outcome)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from triton_openai.tasks import wait_any
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
@@ -146,12 +148,7 @@ class Tally:
 
     async def _wait(self, event: asyncio.Event, seconds: float | None) -> bool:
         """Wait for *event* or a failure, at most *seconds*; return whether it was *event*."""
-        waiting = [asyncio.ensure_future(waiter.wait()) for waiter in (event, self._failed)]
-        try:
-            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiter in waiting:
-                waiter.cancel()
+        await wait_any(event, self._failed, timeout=seconds)
         return event.is_set()
 
 

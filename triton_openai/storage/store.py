@@ -26,7 +26,7 @@ import structlog
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ServiceError, StoreUnavailable
 from triton_openai.shares import may_take
-from triton_openai.tasks import within
+from triton_openai.tasks import cancel, within
 
 _log = structlog.get_logger(__name__)
 # An error after this time counts as no answer.
@@ -295,11 +295,7 @@ class Store(ABC):
 
     async def close(self) -> None:
         """Disconnect."""
-        tasks = [task for task in (self._sweeping, self._probing) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel(self._sweeping, self._probing)
         await self._disconnect()
 
     @asynccontextmanager
