@@ -21,7 +21,15 @@ from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.endpoint import pieces_of
 from triton_openai.cli.serve import serve_demo
-from triton_openai.config.tree import AccessSettings, ApiGroup, ModelDefaults, Settings, TlsSettings, TritonAccess
+from triton_openai.config.tree import (
+    AccessSettings,
+    ApiGroup,
+    ModelDefaults,
+    ModelSettings,
+    Settings,
+    TlsSettings,
+    TritonAccess,
+)
 from triton_openai.demo import speech
 from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import BUILDERS, CONTEXT_LENGTH, build_repository
@@ -71,26 +79,36 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
         contextlib.ExitStack() as running,
     ):
-        if options.scripted:
-            engine = None
-        else:
+        engine = None
+        tokenizer = None
+        socket = None
+        if not options.scripted:
             engine = _start_engine(Path(folder), environ, options, required=asked_for)
         if engine is not None:
             running.callback(engine.stop)
+            tokenizer = engine.tokenizer
+            socket = engine.socket
+        models = list(_SHOWN)
+        if options.all:
+            models = list(BUILDERS)
+        if options.speech:
+            models += speech.BUILDERS
+        builders = {**BUILDERS, **speech.BUILDERS}
         repository = build_repository(
-            Path(folder),
-            models=[*(BUILDERS if options.all else _SHOWN), *(speech.BUILDERS if options.speech else ())],
-            builders={**BUILDERS, **speech.BUILDERS},
-            tokenizer=None if engine is None else engine.tokenizer,
-            engine=None if engine is None else engine.socket,
+            Path(folder), models=models, builders=builders, tokenizer=tokenizer, engine=socket
         )
-        # In explicit mode all models are there at first, and can be unloaded.
-        load = ("*",) if settings.triton.model_control_mode == "explicit" else ()
+        own_settings: Mapping[str, ModelSettings] = {}
+        if options.speech:
+            own_settings = speech.settings_in(repository.path)
+        load: tuple[str, ...] = ()
+        if settings.triton.model_control_mode == "explicit":
+            # All models are there at first, and can be unloaded.
+            load = ("*",)
         # The demo sends a request to itself, at an address that is in no certificate. Its Triton needs no credentials.
         settings = replace(
             settings,
             access=_with_own_key(settings.access),
-            models={**(speech.settings_in(repository.path) if options.speech else {}), **settings.models},
+            models={**own_settings, **settings.models},
             defaults=_defaults(settings.defaults, repository.tokenizer, has_language_model=engine is not None),
             tls=TlsSettings(),
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
