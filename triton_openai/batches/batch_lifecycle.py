@@ -17,7 +17,7 @@ import structlog
 
 from triton_openai import errors
 from triton_openai.batches import timing
-from triton_openai.batches.batch_steps import Outcome, early_outcome, run_steps
+from triton_openai.batches.batch_steps import early_outcome, run_steps
 from triton_openai.batches.enqueued import enqueue, fail_with_results, max_inputs_of
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host
@@ -25,7 +25,7 @@ from triton_openai.batches.inputs import InputReader
 from triton_openai.batches.results import Results, add_result
 from triton_openai.batches.running_batch import Phase, RunningBatch, RunningLife
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_records import Batch, BatchError, Part, StoredFile
+from triton_openai.storage.batch_records import Batch, BatchError, FinalStatus, Part, StoredFile
 from triton_openai.tasks import wait_any
 from triton_openai.telemetry.instruments import BATCH_LINES, BATCHES_ENDED
 from triton_openai.telemetry.metrics import Series
@@ -215,7 +215,7 @@ class BatchLifecycle:
 
         Nothing is decided while a process runs lines.
         """
-        outcome: Outcome | None = "completed"
+        outcome: FinalStatus | None = "completed"
         if life.batch.unfinished:
             outcome = early_outcome(self._host, life.batch)
         if outcome is None:

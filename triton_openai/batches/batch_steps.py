@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal, TypeAlias
 
 import structlog
 
@@ -15,11 +14,9 @@ from triton_openai.batches import timing
 from triton_openai.batches.host import Host
 from triton_openai.batches.running_batch import Leased, Phase
 from triton_openai.errors import ServiceError
-from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost
+from triton_openai.storage.batch_records import Batch, BatchError, FinalStatus, LeaseLost
 
 _log = structlog.get_logger(__name__)
-
-Outcome: TypeAlias = Literal["completed", "failed", "expired", "cancelled"]
 
 _MISSING_INPUT = BatchError(code="input_file_missing", message="The input file is not there any more.")
 _MISSING_RESULTS = BatchError(code="results_missing", message="Results of the batch are not there any more.")
@@ -76,7 +73,7 @@ def _resume(leased: Leased) -> None:
         _log.info("batch resumed", batch=leased.batch.id)
 
 
-def early_outcome(host: Host, batch: Batch) -> Outcome | None:
+def early_outcome(host: Host, batch: Batch) -> FinalStatus | None:
     """Return the outcome of an open *batch* whose lines are to end now; ``None`` if they go on."""
     if batch.problems or host.problem(batch) is not None:
         return "failed"

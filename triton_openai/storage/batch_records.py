@@ -15,9 +15,9 @@ FAILED = 3
 # Lines that ran together when a process or a Triton ended run again in groups of this part of their number.
 _GROUP_DIVISOR = 8
 
-Status: TypeAlias = Literal[
-    "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"
-]
+#: The statuses of batches that have ended.
+FinalStatus: TypeAlias = Literal["completed", "failed", "expired", "cancelled"]
+Status: TypeAlias = Literal["validating", "in_progress", "finalizing", "cancelling"] | FinalStatus
 
 #: The statuses of batches that have not ended.
 OPEN: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
@@ -81,7 +81,7 @@ class Batch(msgspec.Struct, kw_only=True):
     expires: float
     status: Status = "validating"
     #: The status at its end, once that is decided.
-    outcome: Literal["completed", "failed", "expired", "cancelled", ""] = ""
+    outcome: FinalStatus | Literal[""] = ""
     times: dict[str, int] = {}
     metadata: dict[str, str] | None = None
     #: The ``traceparent`` of the request that created it, if that was traced.

@@ -72,25 +72,15 @@ class FileTable(Tables):
     @operation()
     def find(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
         """Return a complete file of *owner*."""
-        rows = yield (
-            f"SELECT {_COLUMNS} FROM file WHERE id = $1 AND owner = $2 AND state = 'processed'"
-            " AND (expires IS NULL OR expires > $3)",
-            *(file_id, owner, time.time()),
-        )
-        if rows:
-            return _file(rows[0])
-        return None
+        file = yield from _find(file_id, owner)
+        if file is None or file.state == "uploading":
+            return None
+        return file
 
     @operation()
     def find_upload(self, file_id: str, owner: str) -> Steps[StoredFile | None]:
         """Return a file of *owner* that has not expired, whether it is complete or not."""
-        rows = yield (
-            f"SELECT {_COLUMNS} FROM file WHERE id = $1 AND owner = $2 AND (expires IS NULL OR expires > $3)",
-            *(file_id, owner, time.time()),
-        )
-        if rows:
-            return _file(rows[0])
-        return None
+        return (yield from _find(file_id, owner))
 
     @operation()
     def page(
@@ -149,6 +139,16 @@ class FileTable(Tables):
         """Return the bytes of all files."""
         rows = yield ("SELECT COALESCE(SUM(bytes), 0) FROM file",)
         return float(rows[0][0])
+
+
+def _find(file_id: str, owner: str) -> Steps[StoredFile | None]:
+    rows = yield (
+        f"SELECT {_COLUMNS} FROM file WHERE id = $1 AND owner = $2 AND (expires IS NULL OR expires > $3)",
+        *(file_id, owner, time.time()),
+    )
+    if rows:
+        return _file(rows[0])
+    return None
 
 
 def insert_file(file: StoredFile) -> Steps[None]:
