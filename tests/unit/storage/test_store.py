@@ -529,6 +529,8 @@ async def test_a_service_does_not_start_with_half_of_its_stores(
     with pytest.raises(ConfigurationError, match=f"{folder / kind} is damaged"):
         await runner.setup()
     await runner.cleanup()
+    # It may look at the store of responses, and would open it again.
+    await app[SERVICE].background.close()
     await app[SERVICE].responses.close()
     files = app[SERVICE].files
     assert files is not None
