@@ -286,16 +286,15 @@ async def file_reply(
         "X-Content-Type-Options": "nosniff",
     }
     files = files_of(service)
-    if files.read_remote is None:
+    if not files.remote:
         if not await files.has(file.id):
             await files.check()
             raise _gone(file)
         return LocalFile(files.folder / file.id, media_type, headers)
-    read_remote = files.read_remote
 
     async def read(start: int, end: int) -> bytes:
         try:
-            return await read_remote(file.id, start, end)
+            return await files.read_piece(file.id, start, end)
         except FileNotFoundError as error:
             raise _gone(file) from error
 

@@ -46,6 +46,8 @@ class BucketFiles(Files):
     Endpoint, region and credentials come from the environment variables that all tools for S3 use.
     """
 
+    remote = True
+
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         super().__init__(settings, batches)
         bucket, _, prefix = settings.store.removeprefix("s3://").partition("/")
@@ -57,7 +59,6 @@ class BucketFiles(Files):
             retry_config={"max_retries": _RETRIES, "retry_timeout": _RETRY_TIME},
         )
         self.checkpoint = batches.checkpoint
-        self.read_remote = self.read
         self._bucket_id: str | None = None
 
     async def check(self) -> None:
@@ -103,12 +104,7 @@ class BucketFiles(Files):
         with _reported():
             await obstore.put_async(self.bucket, key, content, chunk_size=_PART, max_concurrency=_AT_ONCE)
 
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        """
-        Return the first bytes of the file *name* from *start* to *end*: as many as one request fetches.
-
-        Raises :class:`FileNotFoundError`, and :class:`StoreUnavailable`.
-        """
+    async def read_piece(self, name: str, start: int, end: int) -> bytes:
         return await self._fetch(file_key(name), start, end)
 
     async def _fetch(self, key: str, start: int, end: int) -> bytes:
@@ -118,9 +114,6 @@ class BucketFiles(Files):
     async def rename(self, name: str, new_name: str) -> None:
         with _reported():
             await obstore.rename_async(self.bucket, file_key(name), file_key(new_name))
-
-    async def read_piece(self, name: str, start: int, end: int) -> bytes:
-        return await self.read(name, start, end)
 
     async def part_sizes(self, file_id: str) -> Mapping[str, int]:
         # The keys of names with a point begin with `batches`; see `file_key`.

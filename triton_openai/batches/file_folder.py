@@ -56,8 +56,8 @@ class Files:
 
     #: Seconds after which results become safe from the loss of this machine; 0 if they are safe, or never will be.
     checkpoint = 0.0
-    #: Reads a file that is not in the folder; see :meth:`BucketFiles.read`. None: they all are.
-    read_remote: Callable[[str, int, int], Awaitable[bytes]] | None = None
+    #: Whether the files are elsewhere, and only :meth:`read_piece` reads them.
+    remote = False
 
     def __init__(self, settings: FilesSettings, batches: BatchesSettings) -> None:
         self.settings = settings
@@ -163,7 +163,11 @@ class Files:
         await on_disk(rename)
 
     async def read_piece(self, name: str, start: int, end: int) -> bytes:
-        """Return the first bytes of the file *name* from *start* to *end*. Raises :class:`ServiceError`."""
+        """
+        Return the first bytes of the file *name* from *start* to *end*: as many as are read at once.
+
+        Raises :class:`ServiceError`, and :class:`FileNotFoundError` for a missing file if they are remote.
+        """
         return await on_disk(_read_piece, self.folder / name, start, min(end, start + _PIECE))
 
     async def part_sizes(self, file_id: str) -> Mapping[str, int]:
