@@ -80,7 +80,10 @@ class Draining:
         self.started.set()
         if self._tasks:
             self._none.clear()
-            await wait_any(self._none, *([] if hurried is None else [hurried]), timeout=grace)
+            ends = [self._none]
+            if hurried is not None:
+                ends.append(hurried)
+            await wait_any(*ends, timeout=grace)
         self._ended = True
         for task in self._tasks:
             self.cancel(task, _stopping())

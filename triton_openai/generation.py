@@ -437,15 +437,15 @@ class AnswerState:
     @property
     def usage_estimate(self) -> Usage:
         """An estimate of the counts, from the known ones and from the texts."""
-        prompt = self.prompt_tokens
-        ids = self._generation.prompt_ids
-        if prompt is None:
-            if ids is not None:
-                prompt = len(ids)
-            else:
-                prompt = self._generation.prompt_tokens
-        if prompt is None:
-            prompt = tokens_in(self._generation.prompt)
+        generation = self._generation
+        if self.prompt_tokens is not None:
+            prompt = self.prompt_tokens
+        elif generation.prompt_ids is not None:
+            prompt = len(generation.prompt_ids)
+        elif generation.prompt_tokens is not None:
+            prompt = generation.prompt_tokens
+        else:
+            prompt = tokens_in(generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
 
 

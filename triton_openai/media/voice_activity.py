@@ -242,12 +242,11 @@ class VoiceActivity:
 
     def finish(self, end: int) -> list[SpeechStarted | SpeechEnded]:
         """Return the last event of a stream that has *end* samples: speech that still goes on ends there."""
-        events: list[SpeechStarted | SpeechEnded] = []
-        if self._speaking:
-            self._speaking = False
-            self._ended = end
-            events.append(SpeechEnded(end))
-        return events
+        if not self._speaking:
+            return []
+        self._speaking = False
+        self._ended = end
+        return [SpeechEnded(end)]
 
     def _examine(self, probability: float) -> SpeechStarted | SpeechEnded | None:
         """Take the next moment into account."""

@@ -74,23 +74,18 @@ class EmbeddedTriton:
         # The server runs in a folder of its own.
         self._repositories = [path.absolute() for path in repositories]
         self._environment = dict(environment)
-        if backends is None:
-            self._extra_backends = None
-        else:
-            self._extra_backends = backends.absolute()
-        if binary is None:
-            self._binary = None
-        else:
-            self._binary = binary.absolute()
+        self._extra_backends = backends
+        self._binary = binary
         self._model_control_mode = model_control_mode
         self._load_models = load_models
         self._extra_args = extra_args
         # The metrics stay on this machine: the service exports them.
-        if listen is None:
-            self._hosts = [_HOST] * 3
-        else:
-            self._hosts = [*[_ipv4(listen[0])] * 2, _HOST]
-        self._ports: Sequence[int] | None = None if listen is None else _available_ports(self._hosts[0], listen[1:])
+        self._hosts = [_HOST, _HOST, _HOST]
+        self._ports: Sequence[int] | None = None
+        if listen is not None:
+            host = _ipv4(listen[0])
+            self._hosts = [host, host, _HOST]
+            self._ports = _available_ports(host, listen[1:])
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
         # From the first start to the stop
         self._runtime: Runtime | None = None
@@ -258,7 +253,7 @@ class EmbeddedTriton:
 
     def _command(self, runtime: Runtime, ports: Sequence[int]) -> list[str]:
         return [
-            str(runtime.binary),
+            str(runtime.binary.absolute()),
             *(f"--model-repository={repository}" for repository in self._repositories),
             *([] if runtime.backends is None else [f"--backend-directory={runtime.backends}"]),
             *(f"--{kind}-address={host}" for kind, host in zip(_KINDS, self._hosts, strict=True)),
