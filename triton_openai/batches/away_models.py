@@ -14,7 +14,7 @@ import structlog
 from triton_openai import errors
 from triton_openai.batches import timing
 from triton_openai.batches.host import Host
-from triton_openai.batches.running_batch import RunningBatch
+from triton_openai.batches.leased import RunningPart
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch
 from triton_openai.tasks import cancel, spawn
@@ -79,7 +79,7 @@ class AwayModels:
             _log.warning("model away, lines wait", model=model, reason=reason)
             self._pauses[model] = Pause()
 
-    def check(self, batches: Collection[RunningBatch]) -> None:
+    def check(self, batches: Collection[RunningPart]) -> None:
         """Note which models lines of *batches* wait for, and check those that are due."""
         wanted: defaultdict[str, list[Batch]] = defaultdict(list)
         for running in batches:

@@ -22,8 +22,8 @@ from triton_openai.batches.enqueued import enqueue, fail_with_results, max_input
 from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host
 from triton_openai.batches.inputs import InputReader
+from triton_openai.batches.leased import LeasedBatch, Phase, RunningPart
 from triton_openai.batches.results import Results, add_result
-from triton_openai.batches.running_batch import Phase, RunningBatch, RunningLife
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, FinalStatus, Part, StoredFile
 from triton_openai.tasks import wait_any
@@ -50,7 +50,7 @@ class BatchLifecycle:
         holder: str,
         results: Results,
         series: Callable[..., Series],
-        add_part: Callable[[Batch, Part], RunningBatch],
+        add_part: Callable[[Batch, Part], RunningPart],
         announce: Callable[[], None],
     ) -> None:
         self._files = files
@@ -62,69 +62,69 @@ class BatchLifecycle:
         self._add_part = add_part
         self._announce = announce
 
-    async def run(self, life: RunningLife) -> None:
+    async def run(self, leased: LeasedBatch) -> None:
         """Take a batch to its end, or until it is lost."""
 
         async def advance() -> bool:
-            await self._advance(life)
-            return not life.batch.open
+            await self._advance(leased)
+            return not leased.batch.open
 
         async def fail(problem: BatchError) -> None:
-            life.problems = [problem]
+            leased.problems = [problem]
 
-        await run_steps(life, advance, fail)
+        await run_steps(leased, advance, fail)
 
-    async def _advance(self, life: RunningLife) -> None:
+    async def _advance(self, leased: LeasedBatch) -> None:
         """Take the next step, or wait until there is one."""
-        if life.phase is Phase.PAUSED:
+        if leased.phase is Phase.PAUSED:
             # What failed may have been done nevertheless.
-            life.batch = await self._store.batches.reload(life.batch)
-        batch = life.batch
+            leased.batch = await self._store.batches.reload(leased.batch)
+        batch = leased.batch
         if batch.problems and not batch.outcome:
             # A process that runs lines has reported them.
-            life.problems = batch.problems
-        if life.problems:
-            ended = await self._fail(life)
+            leased.problems = batch.problems
+        if leased.problems:
+            ended = await self._fail(leased)
         elif batch.outcome:
-            ended = await self._end(life, await self._make_files(life))
+            ended = await self._end(leased, await self._make_files(leased))
         elif "validated_at" not in batch.times:
-            await self._open_input(life)
-            await self._validate(life)
+            await self._open_input(leased)
+            await self._validate(leased)
             return
         else:
-            ended = await self._decide(life)
+            ended = await self._decide(leased)
         if not ended:
-            await wait_any(life.woken, timeout=timing.POLL)
-            life.woken.clear()
+            await wait_any(leased.woken, timeout=timing.POLL)
+            leased.woken.clear()
 
-    async def _open_input(self, life: RunningLife) -> None:
-        if life.input < 0:
-            life.input = await self._files.open_input(life.batch)
+    async def _open_input(self, leased: LeasedBatch) -> None:
+        if leased.input < 0:
+            leased.input = await self._files.open_input(leased.batch)
 
-    async def _make_files(self, life: RunningLife) -> Mapping[str, int]:
+    async def _make_files(self, leased: LeasedBatch) -> Mapping[str, int]:
         """Write the files of a batch whose outcome is decided; return the bytes of each by its id."""
-        batch = life.batch
+        batch = leased.batch
         if not (batch.output or batch.errors):
             return {}
         if batch.unfinished:
             # Lines that never ran have their names there.
-            await self._open_input(life)
-        return await self._results.make_files(batch, life.input)
+            await self._open_input(leased)
+        return await self._results.make_files(batch, leased.input)
 
     # Validation
 
-    async def _validate(self, life: RunningLife) -> None:
+    async def _validate(self, leased: LeasedBatch) -> None:
         """Check the input, and add its lines to the table."""
-        batch = life.batch
+        batch = leased.batch
         problem = self._host.problem(batch)
         if problem is not None:
-            life.problems = [problem]
+            leased.problems = [problem]
             return
         await self._store.lines.end_parts(batch)
         await self._store.lines.delete(batch.id, batch.generation)
         make = partial(
             InputReader,
-            life.input,
+            leased.input,
             batch,
             max_requests=self._host.settings.max_requests,
             max_line_size=self._host.max_line_size,
@@ -139,7 +139,7 @@ class BatchLifecycle:
             checked = 0
             while lines := await on_disk(reader.read, _CHUNK):
                 for (model, brings_template), number in list(reader.asked.items())[checked:]:
-                    name = await self._check_model(reader, life, model, brings_template, number)
+                    name = await self._check_model(reader, leased, model, brings_template, number)
                     names.setdefault(model, name)
                 checked = len(reader.asked)
                 if not reader.problems:
@@ -147,7 +147,7 @@ class BatchLifecycle:
                     await self._store.lines.add(batch, lines)
         refused = reader.problems or await enqueue(self._store.enqueued, self._host, batch, reader, names)
         if refused and (reader.problems or batch.kind == "openai"):
-            life.problems = refused
+            leased.problems = refused
             return
         if reader.total >= _CHUNK:
             await self._store.lines.analyze()
@@ -164,18 +164,18 @@ class BatchLifecycle:
             elif batch.status == "validating":
                 batch.set_status("in_progress")
 
-        life.batch = await self._store.batches.change_leased(batch, begin)
+        leased.batch = await self._store.batches.change_leased(batch, begin)
         # Until its end.
-        life.close_input()
+        leased.close_input()
         if part is not None and not refused:
-            await self._add_rejected(life.batch, part, reader)
+            await self._add_rejected(leased.batch, part, reader)
         self._announce()
 
     async def _check_model(
-        self, reader: InputReader, life: RunningLife, model: str, brings_template: bool, line: int
+        self, reader: InputReader, leased: LeasedBatch, model: str, brings_template: bool, line: int
     ) -> str:
         """Return the name with which the host finds *model*, or report to *reader* why *line* may not ask it."""
-        batch = life.batch
+        batch = leased.batch
         try:
             return await self._host.check(batch, model, brings_template=brings_template)
         except (errors.UpstreamUnavailable, errors.InvalidRequest, errors.ConfigurationError) as error:
@@ -209,18 +209,18 @@ class BatchLifecycle:
 
     # The end
 
-    async def _decide(self, life: RunningLife) -> bool:
+    async def _decide(self, leased: LeasedBatch) -> bool:
         """
         Decide the outcome of a batch, and the names of its files; return whether there is a next step.
 
         Nothing is decided while a process runs lines.
         """
         outcome: FinalStatus | None = "completed"
-        if life.batch.unfinished:
-            outcome = early_outcome(self._host, life.batch)
+        if leased.batch.unfinished:
+            outcome = early_outcome(self._host, leased.batch)
         if outcome is None:
             return False
-        problem = self._host.problem(life.batch)
+        problem = self._host.problem(leased.batch)
 
         def decide(batch: Batch) -> None:
             batch.outcome = outcome
@@ -235,16 +235,16 @@ class BatchLifecycle:
             if batch.kind == "openai" and (batch.failed or batch.unfinished):
                 batch.errors = f"file-{os.urandom(16).hex()}"
 
-        decided = await self._store.batches.decide(life.batch, decide)
+        decided = await self._store.batches.decide(leased.batch, decide)
         if decided is not None:
-            life.batch = decided
+            leased.batch = decided
         return decided is not None
 
-    async def _fail(self, life: RunningLife) -> bool:
+    async def _fail(self, leased: LeasedBatch) -> bool:
         """End a batch as failed, without files; return ``False`` while a process runs lines."""
-        problems = list(life.problems)
+        problems = list(leased.problems)
         # Those that were made before the batch failed.
-        files = [file_id for file_id in (life.batch.output, life.batch.errors) if file_id]
+        files = [file_id for file_id in (leased.batch.output, leased.batch.errors) if file_id]
 
         def fail(batch: Batch) -> None:
             batch.outcome = "failed"
@@ -252,19 +252,19 @@ class BatchLifecycle:
             batch.output = None
             batch.errors = None
 
-        decided = await self._store.batches.decide(life.batch, fail)
+        decided = await self._store.batches.decide(leased.batch, fail)
         if decided is None:
             # The processes that run lines see it.
-            await self._store.batches.report(life.batch.id, problems)
+            await self._store.batches.report(leased.batch.id, problems)
             self._announce()
             return False
-        life.batch = decided
+        leased.batch = decided
         await self._files.unlink(*files)
-        return await self._end(life, {})
+        return await self._end(leased, {})
 
-    async def _end(self, life: RunningLife, sizes: Mapping[str, int]) -> bool:
+    async def _end(self, leased: LeasedBatch, sizes: Mapping[str, int]) -> bool:
         """End a batch with its files, whose *sizes* are given by their ids."""
-        batch = life.batch
+        batch = leased.batch
         now = time.time()
         seconds = batch.output_seconds or self._files.settings.max_age * 86_400
         names = {batch.output: "output", batch.errors: "error"}
@@ -285,9 +285,9 @@ class BatchLifecycle:
             if ended.outcome:
                 ended.set_status(ended.outcome)
 
-        life.phase = Phase.ENDING
+        leased.phase = Phase.ENDING
         ended = await self._store.batches.end(batch, files, end)
-        life.batch = ended
+        leased.batch = ended
         self._announce()
         self._series(BATCHES_ENDED, ended.status).inc()
         self._series(BATCH_LINES, "never_ran").inc(ended.unfinished)

@@ -25,6 +25,7 @@ from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.first_tokens import FirstTokens
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.leased import Phase, RunningPart
 from triton_openai.batches.line_claims import LineClaims
 from triton_openai.batches.line_limits import ModelLimits
 from triton_openai.batches.line_runner import LineRunner
@@ -33,7 +34,6 @@ from triton_openai.batches.notifications import Notifications
 from triton_openai.batches.part_runner import PartRunner
 from triton_openai.batches.quarantine import Quarantine
 from triton_openai.batches.results import Results
-from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.batches.slots import Slots
 from triton_openai.errors import ServiceError
 from triton_openai.tasks import cancel, wait_any
@@ -76,7 +76,7 @@ class BatchRunner:
         self._failing = False
         holder = os.urandom(16).hex()
         wake = self._woken.set
-        self._batches: dict[str, RunningBatch] = {}
+        self._batches: dict[str, RunningPart] = {}
         self._away = AwayModels(host, wake)
         self._limits = ModelLimits(host)
         self._congestion = CongestionMonitor(host, first_tokens, self._limits)
@@ -196,7 +196,7 @@ class BatchRunner:
             self._series(BATCH_LIMIT, target).set(allowed)
         batches = self._batches.values()
         paused = {running.batch.id for running in batches if running.phase is Phase.PAUSED or running.unreadable}
-        paused |= {life.batch.id for life in self._claims.lives.values() if life.phase is Phase.PAUSED}
+        paused |= {leased.batch.id for leased in self._claims.leased_batches.values() if leased.phase is Phase.PAUSED}
         number = len(paused)
         if self._failing:
             number = max(1, number)

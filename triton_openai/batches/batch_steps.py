@@ -12,7 +12,7 @@ import structlog
 
 from triton_openai.batches import timing
 from triton_openai.batches.host import Host
-from triton_openai.batches.running_batch import Leased, Phase
+from triton_openai.batches.leased import Leased, Phase
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, FinalStatus, LeaseLost
 

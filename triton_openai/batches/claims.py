@@ -20,7 +20,7 @@ import structlog
 
 from triton_openai.batches.file_folder import Files, on_disk, opened
 from triton_openai.batches.host import Host
-from triton_openai.batches.running_batch import Phase, RunningBatch, RunningLife
+from triton_openai.batches.leased import LeasedBatch, Phase, RunningPart
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, LeaseLost, Part
 from triton_openai.storage.lease_table import Overview
@@ -46,8 +46,8 @@ class Claims:
         files: Files,
         host: Host,
         holder: str,
-        batches: dict[str, RunningBatch],
-        run: Callable[[RunningLife], Coroutine[Any, Any, None]],
+        batches: dict[str, RunningPart],
+        run: Callable[[LeasedBatch], Coroutine[Any, Any, None]],
     ) -> None:
         self._files = files
         self._leases = files.store.leases
@@ -56,7 +56,7 @@ class Claims:
         self._batches = batches
         self._run = run
         #: The batches that this process takes to their ends, by their ids.
-        self.lives: dict[str, RunningLife] = {}
+        self.leased_batches: dict[str, LeasedBatch] = {}
         #: The batches that have not ended, the oldest first, when this process looked last.
         self.open: Sequence[Batch] = ()
         self._next_renewal = 0.0
@@ -70,7 +70,7 @@ class Claims:
     @property
     def renewal_due(self) -> bool:
         """Whether it is time to renew the leases."""
-        return bool(self._batches or self.lives) and time.monotonic() >= self._next_renewal
+        return bool(self._batches or self.leased_batches) and time.monotonic() >= self._next_renewal
 
     async def update(self, *, polls: bool) -> bool:
         """
@@ -84,13 +84,13 @@ class Claims:
             await self._leases.renew(self._holder, lease)
             self._next_renewal = due
         parts = list(self._batches.values())
-        lives = list(self.lives.values())
+        leased_batches = list(self.leased_batches.values())
         # The validation of a batch claims a part of it, which may be here only after the overview.
-        validating = {life.batch.id for life in lives if "validated_at" not in life.batch.times}
+        validating = {leased.batch.id for leased in leased_batches if "validated_at" not in leased.batch.times}
         overview = await self._leases.overview(self._holder)
         self._compare_parts(parts, overview)
-        self._compare_lives(lives, overview)
-        known = {*(running.part for running in parts), *(Part(life.batch.id, 0) for life in lives)}
+        self._compare_batches(leased_batches, overview)
+        known = {*(running.part for running in parts), *(Part(leased.batch.id, 0) for leased in leased_batches)}
         unknown = [part for part in overview.leases if part not in known and part.batch not in validating]
         await self._release_unknown(unknown)
         self.open = overview.batches
@@ -130,7 +130,7 @@ class Claims:
             with suppress(LeaseLost):
                 await self._leases.release_unknown(part, self._holder)
 
-    def _compare_parts(self, parts: Sequence[RunningBatch], overview: Overview) -> None:
+    def _compare_parts(self, parts: Sequence[RunningPart], overview: Overview) -> None:
         """Note what others have done to *parts*, which this process had before the overview."""
         batches = {batch.id: batch for batch in overview.batches}
         for running in parts:
@@ -147,28 +147,28 @@ class Claims:
                 running.batch.problems = batch.problems
                 running.woken.set()
 
-    def _compare_lives(self, lives: Sequence[RunningLife], overview: Overview) -> None:
-        """Note what others have done to *lives*, which this process had before the overview."""
+    def _compare_batches(self, leased_batches: Sequence[LeasedBatch], overview: Overview) -> None:
+        """Note what others have done to *leased_batches*, which this process had before the overview."""
         batches = {batch.id: batch for batch in overview.batches}
-        for life in lives:
-            batch = batches.get(life.batch.id)
-            generation = life.batch.generation
+        for leased in leased_batches:
+            batch = batches.get(leased.batch.id)
+            generation = leased.batch.generation
             if batch is None or batch.generation != generation or Part(batch.id, 0) not in overview.leases:
                 # The task of a batch that is ending finds out by itself whether it has ended or is lost.
-                if life.phase is not Phase.ENDING:
-                    life.lose()
+                if leased.phase is not Phase.ENDING:
+                    leased.lose()
             else:
-                life.update(batch)
+                leased.update(batch)
 
     async def _claim(self, now: float) -> bool:
         """Claim one more batch, whose lease has expired *now*. Others are left to other processes for a while."""
-        if len(self.lives) >= _MAX_BATCHES:
+        if len(self.leased_batches) >= _MAX_BATCHES:
             return False
-        if len(self.lives) == len(self.open):
+        if len(self.leased_batches) == len(self.open):
             # It has them all.
             return False
         await self.lock()
-        counts = Counter(life.batch.owner for life in self.lives.values())
+        counts = Counter(leased.batch.owner for leased in self.leased_batches.values())
         batch = await self._leases.claim(
             self._holder,
             self._host.settings.lease,
@@ -177,12 +177,12 @@ class Claims:
         )
         if batch is None:
             return False
-        older = self.lives.get(batch.id)
+        older = self.leased_batches.get(batch.id)
         if older is not None:
             older.lose()
-        life = RunningLife(batch)
-        self.lives[batch.id] = life
-        life.task = asyncio.create_task(self._run_to_end(life))
+        leased = LeasedBatch(batch)
+        self.leased_batches[batch.id] = leased
+        leased.task = asyncio.create_task(self._run_to_end(leased))
         return True
 
     async def lock(self) -> None:
@@ -204,20 +204,20 @@ class Claims:
             if ran:
                 _log.warning("lines quarantined after the end of a process or Triton", batch=part.batch, lines=ran)
 
-    async def _run_to_end(self, life: RunningLife) -> None:
+    async def _run_to_end(self, leased: LeasedBatch) -> None:
         try:
-            await self._run(life)
+            await self._run(leased)
         finally:
-            if self.lives.get(life.batch.id) is life:
-                del self.lives[life.batch.id]
-            life.close_input()
+            if self.leased_batches.get(leased.batch.id) is leased:
+                del self.leased_batches[leased.batch.id]
+            leased.close_input()
 
     async def close(self) -> None:
         """End the leases of this process after its parts were released."""
-        for life in list(self.lives.values()):
-            await cancel(life.task)
+        for leased in list(self.leased_batches.values()):
+            await cancel(leased.task)
             with suppress(ServiceError):
-                await self._leases.release(life.batch)
+                await self._leases.release(leased.batch)
         if self._lock >= 0:
             os.close(self._lock)
             with suppress(ServiceError):

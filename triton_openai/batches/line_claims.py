@@ -17,9 +17,9 @@ from triton_openai.batches.claims import Claims
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.leased import Phase, RunningPart
 from triton_openai.batches.line_limits import ModelLimits, is_open
 from triton_openai.batches.part_runner import PartRunner
-from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.storage.batch_records import Batch, LeaseLost
 
 # The smallest chunk, and the chunk for a model of which no line has run.
@@ -44,7 +44,7 @@ class LineClaims:
         files: Files,
         host: Host,
         holder: str,
-        batches: dict[str, RunningBatch],
+        batches: dict[str, RunningPart],
         claims: Claims,
         parts: PartRunner,
         away: AwayModels,
@@ -122,7 +122,7 @@ class LineClaims:
             self._exhausted[batch.id] = blocked
         return False
 
-    async def _reconcile(self, running: RunningBatch) -> None:
+    async def _reconcile(self, running: RunningPart) -> None:
         """Read which lines this process has, after a failure that left it unknown."""
         if not running.unsure or running.starting is not None or not running.runs_lines:
             return
@@ -135,7 +135,7 @@ class LineClaims:
         here = running.numbers()
         running.add_waiting([line for line in claimed if line.number not in here])
 
-    async def _give_back(self, running: RunningBatch) -> None:
+    async def _give_back(self, running: RunningPart) -> None:
         """
         Give lines back, so that other processes run them.
 
@@ -165,7 +165,7 @@ class LineClaims:
         self._without_capacity.update(without_capacity)
         self._announce()
 
-    def _models_without_capacity(self, running: RunningBatch) -> Collection[str]:
+    def _models_without_capacity(self, running: RunningPart) -> Collection[str]:
         """Return the models whose lines could not start for a while."""
         if running.active or time.monotonic() - running.moved_at < timing.GIVE_BACK:
             return ()
@@ -192,7 +192,7 @@ class LineClaims:
             chunks.append(min(allowed, max(0, room) + ahead))
         return max(chunks)
 
-    def _blocked(self, running: RunningBatch | None, chunk: int) -> Collection[str]:
+    def _blocked(self, running: RunningPart | None, chunk: int) -> Collection[str]:
         """Return the models for which no lines are claimed: those that are away, and those with enough lines here."""
         self._without_capacity = {
             model for model in self._without_capacity if not self._limits.has_live_capacity(model)
@@ -206,7 +206,7 @@ class LineClaims:
             }
         return frozenset(blocked)
 
-    async def _claim(self, batch: Batch, running: RunningBatch | None, chunk: int, without: Collection[str]) -> bool:
+    async def _claim(self, batch: Batch, running: RunningPart | None, chunk: int, without: Collection[str]) -> bool:
         """Claim lines of *batch*; return whether there were any."""
         if running is None:
             return await self._join(batch, chunk, without)

@@ -18,11 +18,11 @@ from triton_openai.batches.file_folder import Files, on_disk
 from triton_openai.batches.host import Host, Outcome
 from triton_openai.batches.inputs import id_and_body
 from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.leased import Attempts, RunningPart
 from triton_openai.batches.line_errors import Verdict, lacks_capacity, may_hang, verdict_on
 from triton_openai.batches.line_limits import PickedLine
 from triton_openai.batches.quarantine import Quarantine, fatal_error
 from triton_openai.batches.results import add_result
-from triton_openai.batches.running_batch import Attempts, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import LeaseLost, Line, next_group
 
@@ -56,7 +56,7 @@ class LineRunner:
         self._quarantine = quarantine
         self._wake = wake
 
-    def start(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
+    def start(self, running: RunningPart, picked: Sequence[PickedLine]) -> None:
         """
         Start *picked* lines of a batch.
 
@@ -66,12 +66,12 @@ class LineRunner:
         running.starting = asyncio.create_task(self._start(running, picked))
         running.starting.add_done_callback(partial(self._end_start, running))
 
-    def _end_start(self, running: RunningBatch, _: object) -> None:
+    def _end_start(self, running: RunningPart, _: object) -> None:
         running.starting = None
         running.woken.set()
         self._wake()
 
-    async def _start(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
+    async def _start(self, running: RunningPart, picked: Sequence[PickedLine]) -> None:
         # The lines that are counted in limits. Those that have not started wait again, also if this is cancelled.
         reserved = [*picked]
         try:
@@ -84,7 +84,7 @@ class LineRunner:
         finally:
             self._give_back(running, reserved)
 
-    async def _contents(self, running: RunningBatch, reserved: list[PickedLine]) -> Sequence[bytes | OSError]:
+    async def _contents(self, running: RunningPart, reserved: list[PickedLine]) -> Sequence[bytes | OSError]:
         """
         Mark the *reserved* lines as running, and return their contents; nothing if they cannot start now.
 
@@ -105,7 +105,7 @@ class LineRunner:
             await self._mark_stopped(running, [line.number for line in lines])
         return contents
 
-    async def _mark_and_read(self, running: RunningBatch, lines: Sequence[Line]) -> Sequence[bytes | OSError]:
+    async def _mark_and_read(self, running: RunningPart, lines: Sequence[Line]) -> Sequence[bytes | OSError]:
         """Mark lines as running, and return their contents; nothing if they cannot start now."""
         numbers = [line.number for line in lines]
         try:
@@ -126,7 +126,7 @@ class LineRunner:
             await self._mark_stopped(running, numbers)
         return ()
 
-    async def _admit(self, running: RunningBatch, picked: Sequence[PickedLine]) -> list[PickedLine]:
+    async def _admit(self, running: RunningPart, picked: Sequence[PickedLine]) -> list[PickedLine]:
         """Return those of *picked* that the limits of their key admit; the others wait again."""
         owner = running.batch.owner
         answers = await asyncio.gather(*(self._keys.admit(owner) for _ in picked), return_exceptions=True)
@@ -140,19 +140,19 @@ class LineRunner:
         self._give_back(running, refused)
         return admitted
 
-    def _give_back(self, running: RunningBatch, picked: Sequence[PickedLine]) -> None:
+    def _give_back(self, running: RunningPart, picked: Sequence[PickedLine]) -> None:
         """Put lines back that have not started, in their order."""
         for candidate in reversed(picked):
             self._count_out(running, candidate)
             running.put_back(candidate.line)
 
-    def _count_out(self, running: RunningBatch, candidate: PickedLine) -> None:
+    def _count_out(self, running: RunningPart, candidate: PickedLine) -> None:
         """Count a line out of the limits of its key and of its model."""
         self._keys.release(running.batch.owner, candidate.reservation)
         candidate.limit.leave()
 
     async def _run_all(
-        self, running: RunningBatch, reserved: list[PickedLine], contents: Sequence[bytes | OSError]
+        self, running: RunningPart, reserved: list[PickedLine], contents: Sequence[bytes | OSError]
     ) -> None:
         """Run the *reserved* lines that could be read, and remove them there. The others wait for another attempt."""
         unread: list[int] = []
@@ -183,7 +183,7 @@ class LineRunner:
             # Its task opens it again. An old descriptor can stay stale after the server of files has returned.
             running.close_input()
 
-    async def _run(self, running: RunningBatch, started: PickedLine, content: bytes) -> None:
+    async def _run(self, running: RunningPart, started: PickedLine, content: bytes) -> None:
         """Run one line; store its result or schedule a retry."""
         batch = running.batch
         line = started.line
@@ -205,7 +205,7 @@ class LineRunner:
             _log.exception("line failed", batch=batch.id, line=line.number)
             await self._after_exception(running, line, custom_id)
 
-    def _end_line(self, running: RunningBatch, ended: PickedLine, _: object) -> None:
+    def _end_line(self, running: RunningPart, ended: PickedLine, _: object) -> None:
         """Count a line out. A callback does it, because a task that is cancelled before its first step never runs."""
         if self._quarantine.runs or running.has_full_group:
             running.full.set()
@@ -215,7 +215,7 @@ class LineRunner:
         self._wake()
 
     async def _result_of(
-        self, running: RunningBatch, ran: PickedLine, outcome: Outcome, started_at: float
+        self, running: RunningPart, ran: PickedLine, outcome: Outcome, started_at: float
     ) -> Outcome | None:
         """Return the result of a line that had *outcome*; ``None`` if the line waits for another attempt."""
         error = outcome.error
@@ -245,7 +245,7 @@ class LineRunner:
         await self._mark_stopped(running, [ran.line.number])
         return None
 
-    async def _settled(self, running: RunningBatch, line: Line, error: ServiceError) -> Verdict:
+    async def _settled(self, running: RunningPart, line: Line, error: ServiceError) -> Verdict:
         """Return what follows from an *error* that does not show whether the line or the model is to blame."""
         if self._host.stopping or await self._away.answers(running.batch, line.model):
             return Verdict.DOUBTFUL
@@ -254,7 +254,7 @@ class LineRunner:
             return Verdict.DIED
         return Verdict.AWAY
 
-    def _retry(self, running: RunningBatch, line: Line, error: ServiceError, *, counts: bool) -> bool:
+    def _retry(self, running: RunningPart, line: Line, error: ServiceError, *, counts: bool) -> bool:
         """Schedule another attempt of a line; return ``False`` if this one *counts* and was the last one."""
         before = running.attempts.pop(line.number, Attempts())
         after = Attempts(before.failed + counts, before.waits + 1)
@@ -271,9 +271,7 @@ class LineRunner:
         running.retry(line, max(seconds, wanted))
         return True
 
-    async def _after_death(
-        self, running: RunningBatch, ran: PickedLine, error: ServiceError, started_at: float
-    ) -> None:
+    async def _after_death(self, running: RunningPart, ran: PickedLine, error: ServiceError, started_at: float) -> None:
         """Quarantine a line whose Triton ended while it ran."""
         line = ran.line
         size = ran.limit.died(started_at)
@@ -294,7 +292,7 @@ class LineRunner:
         with suppress(ServiceError, LeaseLost):
             await self._lines.quarantine(running.part, [line])
 
-    async def _after_exception(self, running: RunningBatch, line: Line, custom_id: str) -> None:
+    async def _after_exception(self, running: RunningPart, line: Line, custom_id: str) -> None:
         """Schedule another attempt of a line that the service failed to run; after the last one, the line fails."""
         error = ServiceError(f"The service failed to run line {line.number} of the input.")
         if self._retry(running, line, error, counts=True):
@@ -303,12 +301,12 @@ class LineRunner:
             # Without an id if the input is damaged.
             await add_result(running, line, custom_id, self._host.refusal(running.batch, error))
 
-    async def _mark_stopped(self, running: RunningBatch, numbers: Sequence[int]) -> None:
+    async def _mark_stopped(self, running: RunningPart, numbers: Sequence[int]) -> None:
         with suppress(ServiceError, LeaseLost):
             await self._lines.mark_stopped(running.part, numbers)
 
 
-def _may_start(running: RunningBatch) -> bool:
+def _may_start(running: RunningPart) -> bool:
     """Return whether lines of a batch may still start: it is neither cancelled nor lost."""
     return running.batch.status == "in_progress" and not running.lost
 

@@ -10,9 +10,9 @@ from itertools import count
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.leased import RunningPart
 from triton_openai.batches.line_limits import ModelLimits, PickedLine, is_open
 from triton_openai.batches.quarantine import Quarantine
-from triton_openai.batches.running_batch import RunningBatch
 
 
 class LineSchedule:
@@ -21,7 +21,7 @@ class LineSchedule:
     def __init__(
         self,
         host: Host,
-        batches: Mapping[str, RunningBatch],
+        batches: Mapping[str, RunningPart],
         away: AwayModels,
         limits: ModelLimits,
         keys: KeyLimits,
@@ -52,7 +52,7 @@ class LineSchedule:
         return self._pick_by_owner()
 
     def _pick_by_owner(self) -> Mapping[str, Sequence[PickedLine]]:
-        by_owner: dict[str, list[RunningBatch]] = {}
+        by_owner: dict[str, list[RunningPart]] = {}
         for running in sorted(self._batches.values(), key=lambda running: running.batch.created):
             if not self._keys.must_wait(running.batch.owner):
                 by_owner.setdefault(running.batch.owner, []).append(running)
@@ -70,7 +70,7 @@ class LineSchedule:
                     break
         return picked
 
-    def _pick_line(self, running: RunningBatch) -> PickedLine | None:
+    def _pick_line(self, running: RunningPart) -> PickedLine | None:
         """Return the next line of a batch, counted in its limit; ``None`` if none may start."""
         if not running.starts_lines or running.backlogged:
             return None

@@ -17,8 +17,8 @@ from triton_openai.batches import timing
 from triton_openai.batches.batch_steps import early_outcome, run_steps
 from triton_openai.batches.file_folder import Files
 from triton_openai.batches.host import Host
+from triton_openai.batches.leased import Phase, RunningPart
 from triton_openai.batches.results import Results
-from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, BatchError, LeaseLost, Part
 from triton_openai.tasks import cancel, wait_any
@@ -35,7 +35,7 @@ class PartRunner:
         self,
         files: Files,
         host: Host,
-        batches: dict[str, RunningBatch],
+        batches: dict[str, RunningPart],
         results: Results,
         wake: Callable[[], None],
         announce: Callable[[], None],
@@ -48,14 +48,14 @@ class PartRunner:
         self._wake = wake
         self._announce = announce
 
-    def add(self, batch: Batch, part: Part) -> RunningBatch:
+    def add(self, batch: Batch, part: Part) -> RunningPart:
         """Begin to run *part* of *batch*, of which this process has no other part."""
-        running = RunningBatch(batch, part)
+        running = RunningPart(batch, part)
         self._batches[batch.id] = running
         running.task = asyncio.create_task(self._run_to_end(running))
         return running
 
-    async def _run_to_end(self, running: RunningBatch) -> None:
+    async def _run_to_end(self, running: RunningPart) -> None:
         try:
             await self._run(running)
         finally:
@@ -67,7 +67,7 @@ class PartRunner:
                     await asyncio.wait([running.starting])
                 running.close()
 
-    async def _run(self, running: RunningBatch) -> None:
+    async def _run(self, running: RunningPart) -> None:
         async def advance() -> bool:
             paused = running.phase is Phase.PAUSED
             ended = await self._advance(running)
@@ -84,7 +84,7 @@ class PartRunner:
 
         await run_steps(running, advance, fail)
 
-    async def _advance(self, running: RunningBatch) -> bool:
+    async def _advance(self, running: RunningPart) -> bool:
         """Store the results that have come, and wait for others; return whether the part has ended."""
         await self._store_results(running)
         batch = running.batch
@@ -112,13 +112,13 @@ class PartRunner:
             await wait_any(running.full, timeout=timing.GROUP)
         return False
 
-    async def _store_results(self, running: RunningBatch, *, at_once: bool = False) -> None:
+    async def _store_results(self, running: RunningPart, *, at_once: bool = False) -> None:
         if await self._results.store(running, at_once=at_once):
             if not running.batch.unfinished:
                 self._announce()
             self._wake()
 
-    async def _release(self, running: RunningBatch) -> None:
+    async def _release(self, running: RunningPart) -> None:
         running.phase = Phase.ENDING
         # The process that ends the batch has ended the part, too.
         with suppress(LeaseLost):

@@ -16,8 +16,8 @@ from triton_openai import errors
 from triton_openai.batches.away_models import AwayModels
 from triton_openai.batches.host import Host
 from triton_openai.batches.key_limits import KeyLimits
+from triton_openai.batches.leased import Phase, RunningPart
 from triton_openai.batches.line_limits import ModelLimits, PickedLine
-from triton_openai.batches.running_batch import Phase, RunningBatch
 from triton_openai.errors import ServiceError
 from triton_openai.storage.batch_records import Batch, Line
 from triton_openai.storage.lease_table import LeaseTable
@@ -49,7 +49,7 @@ class Quarantine:
         host: Host,
         leases: LeaseTable,
         holder: str,
-        batches: Mapping[str, RunningBatch],
+        batches: Mapping[str, RunningPart],
         away: AwayModels,
         limits: ModelLimits,
         keys: KeyLimits,
@@ -101,7 +101,7 @@ class Quarantine:
         unwritten = any(running.done and running.phase is Phase.RUNNING for running in self._batches.values())
         return self._limits.running > 0 or unwritten
 
-    def _candidates(self) -> list[tuple[RunningBatch, Line]]:
+    def _candidates(self) -> list[tuple[RunningPart, Line]]:
         """Return the quarantined lines that may start next: fewest deaths first, then the largest groups."""
         candidates = [
             (running, line)

@@ -17,7 +17,7 @@ from triton_openai.batches.batch_steps import ResultsMissing
 from triton_openai.batches.file_folder import Files, Writing, on_disk, write_at
 from triton_openai.batches.host import Outcome
 from triton_openai.batches.inputs import id_and_body
-from triton_openai.batches.running_batch import RunningBatch
+from triton_openai.batches.leased import RunningPart
 from triton_openai.json_bytes import escape_line_breaks
 from triton_openai.storage.batch_records import FAILED, SUCCEEDED, Batch, Done, Line, Part, Result
 from triton_openai.telemetry.instruments import BATCH_LINES
@@ -44,7 +44,7 @@ class Results:
         self._store = files.store
         self._series = series
 
-    async def store(self, running: RunningBatch, *, at_once: bool = False) -> bool:
+    async def store(self, running: RunningPart, *, at_once: bool = False) -> bool:
         """
         Write the results that have come, and mark their lines; return whether anything was written.
 
@@ -59,7 +59,7 @@ class Results:
             return True
         return wrote
 
-    def _is_due(self, running: RunningBatch) -> bool:
+    def _is_due(self, running: RunningPart) -> bool:
         """Return whether results that are written are to be made safe and marked now."""
         return (
             running.idle
@@ -68,7 +68,7 @@ class Results:
             or len(running.written) >= _MAX_UNSAFE_LINES
         )
 
-    async def _mark(self, running: RunningBatch) -> None:
+    async def _mark(self, running: RunningPart) -> None:
         await self._files.save_part(running.part, running.output, running.safe, running.size)
         running.batch = await self._store.lines.finish(running.part, running.written)
         states = Counter(line.state for line in running.written)
@@ -78,7 +78,7 @@ class Results:
         running.safe = running.size
         running.safe_at = time.monotonic()
 
-    async def _write(self, running: RunningBatch) -> None:
+    async def _write(self, running: RunningPart) -> None:
         ended = running.done[:]
         offset = running.size
         done: list[Done] = []
@@ -165,7 +165,7 @@ class Results:
             last = lines[-1].number
 
 
-async def add_result(running: RunningBatch, line: Line, custom_id: str, outcome: Outcome) -> None:
+async def add_result(running: RunningPart, line: Line, custom_id: str, outcome: Outcome) -> None:
     """Add the *outcome* of a line to the results that are written next."""
     state = FAILED
     if outcome.error is None:

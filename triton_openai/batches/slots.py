@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 
 from triton_openai.batches import timing
 from triton_openai.batches.host import Host
+from triton_openai.batches.leased import RunningPart
 from triton_openai.batches.line_limits import ModelLimits
-from triton_openai.batches.running_batch import RunningBatch
 from triton_openai.storage.slot_table import SlotTable
 
 # Slots of a process that does not renew them are free after so many seconds.
@@ -24,7 +24,7 @@ class Slots:
     """Takes slots for the process *holder* with the parts *batches*, and sets those of *limits*."""
 
     def __init__(
-        self, table: SlotTable, host: Host, holder: str, batches: Mapping[str, RunningBatch], limits: ModelLimits
+        self, table: SlotTable, host: Host, holder: str, batches: Mapping[str, RunningPart], limits: ModelLimits
     ) -> None:
         self._batches = batches
         self._host = host

@@ -222,7 +222,7 @@ class Process:
             self.runner._sweeping,
             self.runner._congestion._reading,
             self.runner._notifications._checking,
-            *(life.task for life in self.runner._claims.lives.values()),
+            *(leased.task for leased in self.runner._claims.leased_batches.values()),
             *self.runner._away._checks,
             *self.runner._away._probes.values(),
             *(

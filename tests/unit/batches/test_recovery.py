@@ -147,7 +147,7 @@ async def test_a_part_that_is_claimed_while_leases_are_read(tmp_path: Path, monk
     held_back: list[str] = []
 
     async def slow(holder: str) -> Any:
-        if one.runner._claims.lives and not held_back:
+        if one.runner._claims.leased_batches and not held_back:
             held_back.append(holder)
             # Until the batch is validated, and its part is here.
             while not one.runner._batches:  # noqa: ASYNC110
@@ -347,8 +347,8 @@ async def test_a_lost_batch_closes_no_file_that_a_thread_reads(tmp_path: Path, m
     async with process(tmp_path) as one:
         batch = await one.batch(NAMES)
         await one.until(batch, lambda _: reads.is_set())
-        life = one.runner._claims.lives[batch.id]
-        life.lose()
+        leased = one.runner._claims.leased_batches[batch.id]
+        leased.lose()
         await asyncio.sleep(0.01)
         over.set()
         await one.until(batch, lambda _: open_then)

@@ -88,7 +88,7 @@ class Leased:
             self.input = -1
 
 
-class RunningLife(Leased):
+class LeasedBatch(Leased):
     """
     A batch that this process takes to its end. Lines of it may run in any process.
 
@@ -120,7 +120,7 @@ class RunningLife(Leased):
             self.woken.set()
 
 
-class RunningBatch(Leased):
+class RunningPart(Leased):
     """
     The *part* of a *batch* that this process runs.
 
