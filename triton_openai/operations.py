@@ -155,12 +155,13 @@ class Output(Protocol):
     Where the streams of one call go.
 
     Each method returns when the stream has ended. It raises :class:`ServiceError` for what goes wrong before anything
-    was sent; after that, the error is the last event of the stream.
+    was sent; after that, the error is the last event of the stream. An output has the methods for the streams that its
+    caller takes.
     """
 
     def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         """Start *runs*, and send what *renderer* makes of them, within *timeout* seconds."""
-        ...
+        _refuse()
 
     def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
         """
@@ -169,7 +170,7 @@ class Output(Protocol):
         While they are being prepared, the renderer keeps the connection open. Then its opening is asked for again: it
         returns what there is to say about the preparation.
         """
-        ...
+        _refuse()
 
     def send_parts(
         self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
@@ -179,7 +180,7 @@ class Output(Protocol):
 
         While there is no event, comments keep the connection open. A client that reads slowly slows *parts* down.
         """
-        ...
+        _refuse()
 
     async def send_events(
         self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
@@ -190,30 +191,15 @@ class Output(Protocol):
         *following* returns further events, nothing if there are none for so many seconds, and ``None`` at the end.
         *stop* is called with the reason why this process stops, and makes the end come soon.
         """
-        ...
+        _refuse()
 
 
-class NoStream:
+def _refuse() -> NoReturn:
+    raise AssertionError("the caller takes no such stream")
+
+
+class NoStream(Output):
     """The output of a caller that takes no streams."""
-
-    def stream(self, runs: Sequence[Run], renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
-        self._refuse()
-
-    def stream_later(self, prepare: PrepareRuns, renderer: Renderer, *, timeout: float | None) -> Awaitable[Streamed]:
-        self._refuse()
-
-    def send_parts(
-        self, parts: AsyncGenerator[bytes, None], *, timeout: float | None, media_type: str | None = None
-    ) -> Awaitable[Streamed]:
-        self._refuse()
-
-    async def send_events(
-        self, following: Callable[[float], Awaitable[bytes | None]], stop: Callable[[ServiceError], None]
-    ) -> Streamed:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("the caller takes no such stream")
 
 
 class Session(Protocol):
