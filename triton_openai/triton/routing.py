@@ -116,7 +116,14 @@ class Target:
 class Pool:
     """The targets of one model. They and their ejections change seldom: :meth:`update` prepares the choice."""
 
-    def __init__(self, policy: Policy, *, max_ejected: float, load_factor: float, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy = "least_requests",
+        *,
+        max_ejected: float = 0.0,
+        load_factor: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
         #: The policy and the two limits take effect with the next :meth:`update`.
         self.policy = policy
         self.max_ejected = max_ejected
