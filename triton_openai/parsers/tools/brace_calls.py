@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.json_text import quote
+from triton_openai.parsers.tools.json_text import dump
 from triton_openai.parsers.tools.literals import Literals
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
@@ -73,4 +73,4 @@ class _Values(Literals):
         word = text.strip()
         if not word:
             raise Malformed
-        sink(word if json_text.is_scalar(word) else _WORDS.get(word) or quote(word))
+        sink(word if json_text.is_scalar(word) else _WORDS.get(word) or dump(word))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
-from triton_openai.parsers.tools.json_text import MemberTypes, escape, quote
+from triton_openai.parsers.tools.json_text import MemberTypes, dump, escape
 
 #: Each level is a generator within a generator.
 _MAX_DEPTH = 50
@@ -89,7 +89,7 @@ class Literals(ABC):
             key = "".join(parts)
             yield from self._reader.token(":")
             # The key confirms the value before it, if there is one.
-            (sink if separator else ends)(f"{separator}{quote(key)}: ")
+            (sink if separator else ends)(f"{separator}{dump(key)}: ")
             yield from self.member(key, sink, ends, types, depth + 1)
             separator = ", "
         ends("}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.parsers.tools.json_text import NUMBER, quote
+from triton_openai.parsers.tools.json_text import NUMBER, dump
 from triton_openai.parsers.tools.literals import to_json
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
@@ -121,7 +121,7 @@ class Parameters:
             structure = _structure(bare)
             if structure is not None:
                 return structure
-        return quote(text)
+        return dump(text)
 
 
 def _structure(text: str) -> str | None:
