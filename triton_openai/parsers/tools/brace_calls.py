@@ -73,4 +73,7 @@ class _Values(Literals):
         word = text.strip()
         if not word:
             raise Malformed
-        sink(word if json_text.is_scalar(word) else _WORDS.get(word) or dump(word))
+        if json_text.is_scalar(word):
+            sink(word)
+        else:
+            sink(_WORDS.get(word) or dump(word))

@@ -45,7 +45,8 @@ class Harmony(CallGrammar):
     _has_reasoned = False
 
     def _text(self) -> Step[None]:
-        yield from self._messages((yield from self._begins()))
+        marker = yield from self._begins()
+        yield from self._messages(marker)
 
     def _begins(self) -> Step[str]:
         """Return the beginning of a header that starts with the recipient, since the prompt ends within the header."""
@@ -155,7 +156,11 @@ class HarmonyReasoning(Harmony, ReasoningGrammar):
         return "<|end|><|start|>assistant<|channel|>final<|message|>"
 
     def _text(self) -> Step[None]:
-        yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
+        if self._inside:
+            marker = yield from self._reasoning()
+        else:
+            marker = yield from self._begins()
+        yield from self._messages(marker)
 
     def _thinking(self) -> Step[str]:
         return (yield from self._read_thinking(_BODY_ENDS, self._output.reasoning))

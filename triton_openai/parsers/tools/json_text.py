@@ -151,14 +151,20 @@ def string(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
             continue
         if character == "\\":
             escape = yield from _escape(reader)
-            (ends if escape == '\\"' else content)(escape)
+            if escape == '\\"':
+                ends(escape)
+            else:
+                content(escape)
             continue
         reader.take()
         if character == '"':
             ends(character)
             return
         escape = _CONTROL.get(character) or f"\\u{ord(character):04x}"
-        (ends if character == "\n" else content)(escape)
+        if character == "\n":
+            ends(escape)
+        else:
+            content(escape)
 
 
 def dump(value: Any) -> str:
@@ -238,7 +244,9 @@ def _escape(reader: Reader) -> Step[str]:
     if character not in _ESCAPED:
         raise Malformed
     escape += reader.take()
-    for _ in range(4 if character == "u" else 0):
+    if character != "u":
+        return escape
+    for _ in range(4):
         if (yield from reader.next()) not in _HEXADECIMAL:
             raise Malformed
         escape += reader.take()

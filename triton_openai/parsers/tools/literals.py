@@ -88,8 +88,12 @@ class Literals(ABC):
                 yield from self._bare_key(parts.append)
             key = "".join(parts)
             yield from self._reader.token(":")
-            # The key confirms the value before it, if there is one.
-            (sink if separator else ends)(f"{separator}{dump(key)}: ")
+            written = f"{separator}{dump(key)}: "
+            if separator:
+                # The key confirms the value before it.
+                sink(written)
+            else:
+                ends(written)
             yield from self.member(key, sink, ends, types, depth + 1)
             separator = ", "
         ends("}")

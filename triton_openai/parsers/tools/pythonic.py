@@ -44,7 +44,9 @@ class Pythonic(ListedCalls):
                 output.arguments(f"{separator}{dump(key)}: ")
             yield from literals.member(key, output.arguments, output.arguments_to_confirm, self._types)
             separator = ", "
-        if not separator:
+        if separator:
+            output.arguments_to_confirm("}")
+        else:
             self._start_call(name)
-        output.arguments_to_confirm("}" if separator else "{}")
+            output.arguments_to_confirm("{}")
         self._end_call()
