@@ -191,7 +191,7 @@ class Vllm(Adapter):
         whole = self.returns_whole(job)
         outputs = self._outputs(job)
         inputs = [
-            self.tensor("text_input", job.prompt),
+            self.vector("text_input", (job.prompt,)),
             self.tensor(_KEYS, msgspec.json.encode(self._sampling(job, outputs)).decode()),
             *self._always,
             *self._stream[config.decoupled and not whole],
