@@ -9,15 +9,15 @@ the operator says it in the settings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.tensor_mapping import TEXT, Kind, text_or_id_inputs
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import TensorMapping
-from triton_openai.jobs import ClassificationJob, ClassificationResult, TokenPair
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+from triton_openai.jobs import ClassificationJob, ClassificationResult
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
 _Value = TypeVar("_Value", str, float)
 
@@ -63,7 +63,7 @@ def _has_labels(config: ModelConfig, repository: Mapping[str, ModelConfig], outp
     return any(spec is not None and spec.label_filename for spec in specs)
 
 
-class Classifier(tensors.DescribedAdapter):
+class Classifier(tensors.RowsAdapter):
     """Sends as many inputs at a time as the model batches."""
 
     name = "classifier"
@@ -88,13 +88,15 @@ class Classifier(tensors.DescribedAdapter):
                 f"The model '{config.name}' has no single text input or token ids, or no output that is called logits "
                 "or probabilities: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
-        self._inputs = inputs
+        self.inputs = inputs
         self._output = output
-        self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
+        self.constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
         labels = _has_labels(config, self.repository, output)
         ids = TEXT not in inputs
-        # Without batching, Triton numbers the classes of all rows in sequence.
-        self._single = not config.batching and (labels or len(output.dims) == 1)
+        self.batch = config.batch_size(next(iter(inputs.values())))
+        if not config.batching and (labels or len(output.dims) == 1):
+            # Without batching, Triton numbers the classes of all rows in sequence.
+            self.batch = 1
         self.capabilities = Capabilities(logits=use == _LOGITS, labels=labels, tokens=ids)
 
     @classmethod
@@ -136,34 +138,17 @@ class Classifier(tensors.DescribedAdapter):
             classes = max(self._output.dims[-1], 0) or _ALL_CLASSES
         else:
             classes = 0
-        return [
-            self.request(f"{job.id}-{number}", batch, [self._output.name], classification=classes)
-            for number, batch in enumerate(self._tensors(part, job.pad_id) for part in self._batches(job))
-        ]
-
-    def _batches(self, job: ClassificationJob) -> Sequence[Sequence[Any]]:
-        """Return the inputs that share a request."""
-        spec = next(iter(self._inputs.values()))
-        if self._single:
-            size = 1
-        else:
-            size = self.config.batch_size(spec)
-        if self.capabilities.tokens and not self._single:
-            places = tensors.id_batches(self.config, spec, [len(ids) for ids in job.inputs], job.pad_id)
-            return [job.inputs[rows.start : rows.stop] for rows in places]
-        return [job.inputs[start : start + size] for start in range(0, len(job.inputs), size)]
-
-    def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:
-        constant = tensors.constant_tensors(self.config, self._constants, len(part))
-        if not self.capabilities.tokens:
-            return [tensors.text_tensor(self.config, self._inputs[TEXT], part), *constant]
-        return [*tensors.id_tensors(self.config, self._inputs, [TokenPair(ids, ()) for ids in part], pad_id), *constant]
+        requests = []
+        for number, rows in enumerate(self.batches(job.inputs, job.pad_id)):
+            inputs = self.row_tensors(job.inputs[rows.start : rows.stop], job.pad_id)
+            requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name], classification=classes))
+        return requests
 
     def decode(self, job: ClassificationJob, responses: Sequence[InferResponse], /) -> ClassificationResult:
         """Return the numbers of each input, and the labels."""
         values: list[Sequence[float]] = []
         labels: dict[int, str] = {}
-        for part, response in zip(self._batches(job), responses, strict=True):
+        for part, response in zip(self.batches(job.inputs, job.pad_id), responses, strict=True):
             if self.capabilities.labels:
                 texts = response.texts(self._output.name)
                 values += [_in_order(row, labels, response) for row in _rows(texts, len(part), response)]

@@ -25,7 +25,6 @@ from triton_openai.adapters._common.base import (
     Recognition,
     Rule,
     check_range,
-    with_engine_arguments,
 )
 from triton_openai.adapters._common.companion_answers import (
     FLOAT,
@@ -40,7 +39,14 @@ from triton_openai.adapters._common.companion_answers import (
     token_logprob,
 )
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters.vllm import GUIDE_FIELDS, MAX_ALTERNATIVES, guide_fields
+from triton_openai.adapters.vllm import (
+    GUIDE_FIELDS,
+    MAX_ALTERNATIVES,
+    engine_metadata,
+    guide_fields,
+    read_arguments,
+    sampling_fields,
+)
 from triton_openai.errors import (
     ConfigurationError,
     InvalidAnswer,
@@ -140,7 +146,6 @@ _MAX_SPOKEN = 1024
 # The most characters of a prompt for speech. The model tokenizes it in the loop that serves all of its streams.
 _MAX_SPOKEN_PROMPT = 16_384
 _OTHER_RECOGNIZER = msgspec.structs.replace(_SPEECH, max_tokens=_MAX_SPOKEN)
-_arguments = msgspec.json.Decoder(dict[str, Any])
 _vector = msgspec.json.Decoder(Vector)
 _load = msgspec.json.Decoder(EngineLoad)
 _spoken = msgspec.json.Decoder(Spoken)
@@ -203,21 +208,10 @@ class Companion(Adapter):
 
     def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what ``engine.json`` says."""
-        content = files(self.config.name, "engine.json")
-        if content is None:
+        arguments = read_arguments(files, self.config.name, "engine.json")
+        if arguments is None:
             return self.metadata
-        try:
-            arguments = _arguments.decode(content)
-        except msgspec.MsgspecError as error:
-            # The model would not have been loaded; whoever edits the file now has not finished.
-            _log.warning("engine.json cannot be read", model=self.config.name, reason=str(error))
-            return self.metadata
-        most = arguments.get("max_loras", 1)
-        return msgspec.structs.replace(
-            with_engine_arguments(self.metadata, arguments, length="max_model_len"),
-            max_loras=most if type(most) is int else None,
-            loras=arguments.get("enable_lora") is True,
-        )
+        return engine_metadata(self.metadata, arguments, loras=arguments.get("enable_lora") is True)
 
     def encode(
         self,
@@ -471,19 +465,9 @@ class Companion(Adapter):
 
     def _sampling(self, generation: Generation) -> dict[str, Any]:
         """Return the sampling parameters as vLLM calls them. Raises :class:`InvalidRequest` for what no type holds."""
-        sampling: dict[str, Any] = {}
-        rows = self.parameters_by_name
-        for name, value in generation.sampling.explicit.items():
-            if name not in _SAMPLING:
-                continue
-            check_range(name, value, rows[name].datatype)
-            sampling[name] = value
+        sampling = sampling_fields(generation.sampling, [self.parameters_by_name[name] for name in _SAMPLING])
         if "logit_bias" in sampling:
             sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"]}
-        if sampling.get("top_p") == 0:
-            # vLLM takes no 0, which means the likeliest token alone.
-            del sampling["top_p"]
-            sampling["top_k"] = 1
         if generation.guide is not None:
             sampling["structured_outputs"] = guide_fields(generation.guide)
         return sampling

@@ -10,15 +10,14 @@ operator describes any other model in its settings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from triton_openai.adapters._common import tensor_mapping as tensors
 from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.decoding import checked_vectors
-from triton_openai.adapters._common.tensor_mapping import IDS, TEXT, Kind, text_or_id_inputs
+from triton_openai.adapters._common.tensor_mapping import TEXT, Kind, text_or_id_inputs
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import TensorMapping
-from triton_openai.jobs import EmbeddingJob, EmbeddingResult, Pooling, TokenPair
+from triton_openai.jobs import EmbeddingJob, EmbeddingResult, Pooling
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
@@ -69,7 +68,7 @@ def _vector_output(config: ModelConfig) -> TensorSpec | None:
     return None
 
 
-class Embeddings(tensors.DescribedAdapter):
+class Embeddings(tensors.RowsAdapter):
     """
     Sends as many inputs at a time as the model batches.
 
@@ -97,14 +96,13 @@ class Embeddings(tensors.DescribedAdapter):
                 "adapter 'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its "
                 "settings."
             )
-        self._inputs = inputs
+        self.inputs = inputs
         self._output = output
         self._pools = len(config.row_dims(output)) == 2
-        self._constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
-        spec = next(iter(inputs.values()))
-        self._batch = 1
+        self.constants = tensors.constants(config, mapping, filled=[spec.name for spec in inputs.values()])
+        self.batch = 1
         if config.batching or len(output.dims) >= 2:
-            self._batch = config.batch_size(spec)
+            self.batch = config.batch_size(next(iter(inputs.values())))
         self.capabilities = Capabilities(tokens=TEXT not in inputs)
 
     @classmethod
@@ -133,8 +131,7 @@ class Embeddings(tensors.DescribedAdapter):
         Raises :class:`InvalidRequest` for token ids where the model takes texts, and :class:`ContextLengthExceeded` for
         what is longer than the model's fixed length.
         """
-        ids = self.capabilities.tokens
-        if not ids and not all(isinstance(item, str) for item in job.inputs):
+        if not self.capabilities.tokens and not all(isinstance(item, str) for item in job.inputs):
             raise InvalidRequest(
                 f"The model '{self.config.name}' takes text, not token ids.", param="input", code="unsupported_value"
             )
@@ -144,29 +141,15 @@ class Embeddings(tensors.DescribedAdapter):
                 param="dimensions",
             )
         requests = []
-        for number, rows in enumerate(self._batches(job)):
-            part: Sequence[Any] = job.inputs[rows.start : rows.stop]
-            constant = tensors.constant_tensors(self.config, self._constants, len(part))
-            if ids:
-                pairs = [TokenPair(row, [0] * len(row)) for row in part]
-                inputs = [*tensors.id_tensors(self.config, self._inputs, pairs, job.pad_id), *constant]
-            else:
-                inputs = [tensors.text_tensor(self.config, self._inputs[TEXT], part), *constant]
+        for number, rows in enumerate(self.batches(job.inputs, job.pad_id)):
+            inputs = self.row_tensors(job.inputs[rows.start : rows.stop], job.pad_id)
             requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
         return requests
-
-    def _batches(self, job: EmbeddingJob) -> Sequence[range]:
-        """Return the inputs that share a request."""
-        count = len(job.inputs)
-        if self.capabilities.tokens and self._batch > 1:
-            lengths = [len(row) for row in job.inputs]
-            return tensors.id_batches(self.config, self._inputs[IDS], lengths, job.pad_id)
-        return [range(start, min(start + self._batch, count)) for start in range(0, count, self._batch)]
 
     def decode(self, job: EmbeddingJob, responses: Sequence[InferResponse], /) -> EmbeddingResult:
         vectors: list[bytes] = []
         if self._pools:
-            for rows, response in zip(self._batches(job), responses, strict=True):
+            for rows, response in zip(self.batches(job.inputs, job.pad_id), responses, strict=True):
                 lengths = [len(row) for row in job.inputs[rows.start : rows.stop]]
                 vectors += _pooled(response, self._output.name, lengths, job.pooling)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,7 +33,7 @@ from triton_openai.adapters._common.decoding import (
     cumulative_logprob,
 )
 from triton_openai.errors import InvalidValue
-from triton_openai.generation import Alternative, Delta, Generation, Guide, TokenLogprob
+from triton_openai.generation import Alternative, Delta, Generation, Guide, Sampling, TokenLogprob
 from triton_openai.jobs import EmbeddingJob, EmbeddingResult, JobType
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
@@ -156,23 +156,12 @@ class Vllm(Adapter):
     def metadata_with(self, files: ModelFiles) -> ModelMetadata:
         """Return what ``model.json`` says: that of the model, or of the step that an ensemble is made around."""
         for name in (self.config.name, *(step.model for step in self.config.steps)):
-            content = files(name, "model.json")
-            if content is None:
-                continue
-            try:
-                arguments = _arguments.decode(content)
-            except msgspec.MsgspecError as error:
-                # The backend would not have loaded the model; whoever edits the file now has not finished.
-                _log.warning("model.json cannot be read", model=name, reason=str(error))
-                continue
-            most = arguments.get("max_loras", 1)
-            return msgspec.structs.replace(
-                with_engine_arguments(self.metadata, arguments, length="max_model_len"),
-                max_loras=most if type(most) is int else None,
+            arguments = read_arguments(files, name, "model.json")
+            if arguments is not None:
                 # The backend takes the text "true" too.
-                loras=str(arguments.get("enable_lora")).lower() == "true",
-                lacks=frozenset(_lacking(arguments.get("runner"), arguments.get("task"))),
-            )
+                loras = str(arguments.get("enable_lora")).lower() == "true"
+                lacks = frozenset(_lacking(arguments.get("runner"), arguments.get("task")))
+                return msgspec.structs.replace(engine_metadata(self.metadata, arguments, loras=loras), lacks=lacks)
         return self.metadata
 
     def returns_whole(self, generation: Generation) -> bool:
@@ -202,7 +191,7 @@ class Vllm(Adapter):
         whole = self.returns_whole(job)
         outputs = self._outputs(job)
         inputs = [
-            self.tensor("text_input", job.prompt),
+            self.vector("text_input", (job.prompt,)),
             self.tensor(_KEYS, msgspec.json.encode(self._sampling(job, outputs)).decode()),
             *self._always,
             *self._stream[config.decoupled and not whole],
@@ -248,18 +237,10 @@ class Vllm(Adapter):
         Keys that are not asked for are left out, because an explicit null fails the request.
         """
         asked = generation.sampling
-        sampling = {}
-        for name, value in asked.explicit.items():
-            if (row := self.parameters_by_name.get(name)) is not None and row.target is not None:
-                check_range(name, value, row.datatype)
-                sampling[name] = value
+        sampling = sampling_fields(asked, self.parameters)
         if self.capabilities.finish_reason and asked.stop_showable:
             # Which of them has ended the answer can be seen nowhere else; it is cut off here.
             sampling["include_stop_str_in_output"] = True
-        if sampling.get("top_p") == 0:
-            # vLLM takes no 0, which means the likeliest token alone.
-            del sampling["top_p"]
-            sampling["top_k"] = 1
         if _LOGPROBS in outputs or _CUMULATIVE in outputs:
             # The ids come with the log probabilities, and nothing is scored without them.
             sampling.setdefault("logprobs", 0)
@@ -339,6 +320,43 @@ class Vllm(Adapter):
             vectors=checked_vectors(vectors, len(job.inputs), self.config.name),
             prompt_tokens=sum(counts) if len(counts) == len(responses) else None,
         )
+
+
+def read_arguments(files: ModelFiles, model: str, file: str) -> Mapping[str, Any] | None:
+    """Return the engine's arguments in the JSON *file* of *model*; ``None`` without a file that can be read."""
+    content = files(model, file)
+    if content is None:
+        return None
+    try:
+        return _arguments.decode(content)
+    except msgspec.MsgspecError as error:
+        # The model would not have been loaded; whoever edits the file now has not finished.
+        _log.warning(f"{file} cannot be read", model=model, reason=str(error))
+        return None
+
+
+def engine_metadata(metadata: ModelMetadata, arguments: Mapping[str, Any], *, loras: bool) -> ModelMetadata:
+    """Return *metadata* with what an engine's *arguments* say; *loras* is whether it takes LoRA adapters."""
+    max_loras = arguments.get("max_loras", 1)
+    if type(max_loras) is not int:
+        max_loras = None
+    known = with_engine_arguments(metadata, arguments, length="max_model_len")
+    return msgspec.structs.replace(known, max_loras=max_loras, loras=loras)
+
+
+def sampling_fields(sampling: Sampling, rows: Iterable[Parameter]) -> dict[str, Any]:
+    """Return the parameters of *rows* with a target, as vLLM calls them. Raises :class:`InvalidRequest`."""
+    explicit = sampling.explicit
+    fields: dict[str, Any] = {}
+    for row in rows:
+        if row.target is not None and row.name in explicit:
+            check_range(row.name, explicit[row.name], row.datatype)
+            fields[row.name] = explicit[row.name]
+    if fields.get("top_p") == 0:
+        # vLLM takes no 0, which means the likeliest token alone.
+        del fields["top_p"]
+        fields["top_k"] = 1
+    return fields
 
 
 def _is_required(config: ModelConfig, name: str) -> bool:

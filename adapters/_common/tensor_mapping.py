@@ -169,6 +169,31 @@ def id_tensors(
         yield Tensor(spec.name, spec.datatype, (len(sequences), width), values)
 
 
+class RowsAdapter(DescribedAdapter):
+    """Base of the adapters whose models take a text, or its token ids, in each row. `_bind` sets the fields."""
+
+    #: Those of :func:`text_or_id_inputs`.
+    inputs: Mapping[str, TensorSpec]
+    #: Those of :func:`constants`.
+    constants: Mapping[str, Sequence[Any]]
+    #: The most rows of a request.
+    batch: int
+
+    def batches(self, rows: Sequence[Any], pad_id: int | None) -> Sequence[range]:
+        """Return which of *rows*, texts or token ids, share a request, as ranges of their indices."""
+        if self.capabilities.tokens and self.batch > 1:
+            return id_batches(self.config, self.inputs[IDS], list(map(len, rows)), pad_id)
+        count = len(rows)
+        return [range(start, min(start + self.batch, count)) for start in range(0, count, self.batch)]
+
+    def row_tensors(self, rows: Sequence[Any], pad_id: int | None) -> list[Tensor]:
+        """Return the inputs of a request with *rows*. Raises as :func:`id_tensors`."""
+        constant = constant_tensors(self.config, self.constants, len(rows))
+        if self.capabilities.tokens:
+            return [*id_tensors(self.config, self.inputs, [TokenPair(ids, ()) for ids in rows], pad_id), *constant]
+        return [text_tensor(self.config, self.inputs[TEXT], rows), *constant]
+
+
 #: The kind of values that an input or an output has.
 Kind = Literal["text", "flag", "integer", "number", "code", "audio"]
 _WORDS: Mapping[Kind, str] = {

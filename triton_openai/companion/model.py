@@ -1036,11 +1036,7 @@ class Engine:
         params = self._sampling(
             {"sampling": sampling}, detokenize=True, output_kind=self._library.RequestOutputKind.FINAL_ONLY
         )
-        last = None
-        async for output in self._engine.generate(prompt, params, request_id):
-            last = output
-        if last is None:
-            raise Refused("The engine gave no answer.", kind="engine")
+        last = await last_output(self._engine.generate(prompt, params, request_id))
         choice = last.outputs[0]
         return {
             "text": self._speech.text_of(choice.text),
@@ -1085,17 +1081,12 @@ class Engine:
         values = dict(message.get("pooling", {}))
         params = self._library.PoolingParams(task=message["kind"], **values)
         prompt = self._prompt(message, [])
-        result = None
+        lora = self._lora(message.get("lora"))
         self._pooling += 1
         try:
-            async for output in self._engine.encode(
-                prompt, params, request_id, lora_request=self._lora(message.get("lora"))
-            ):
-                result = output
+            result = await last_output(self._engine.encode(prompt, params, request_id, lora_request=lora))
         finally:
             self._pooling -= 1
-        if result is None:
-            raise Refused("The engine gave no answer.", kind="engine")
         vectors = np.asarray(result.outputs.data.float().cpu().numpy(), dtype="<f4")
         tokens = len(result.prompt_token_ids)
         if not message["kind"].startswith("token_"):
@@ -1109,6 +1100,16 @@ class Engine:
             parts.append({"vector": encoded(part), "shape": list(part.shape), "more": True})
         parts[-1].update(more=False, prompt=tokens)
         return parts
+
+
+async def last_output(outputs):
+    """Return the last of an engine's *outputs* of a request. Raises Refused if there is none."""
+    last = None
+    async for output in outputs:
+        last = output
+    if last is None:
+        raise Refused("The engine gave no answer.", kind="engine")
+    return last
 
 
 class Speech:

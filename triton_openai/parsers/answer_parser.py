@@ -92,7 +92,9 @@ class AnswerParser:
                 events = self._back_through_reasoning(tools.flush())
         if reasoning is not None:
             rest = reasoning.flush()
-            events += rest if tools is None or self._tools_first else self._through_tools(rest, tools)
+            if tools is not None and not self._tools_first:
+                rest = self._through_tools(rest, tools)
+            events += rest
         if tools is not None and not self._tools_first:
             events += tools.flush()
         self._count(events, 0)
@@ -125,7 +127,8 @@ class AnswerParser:
             if isinstance(event, Content):
                 passed += self._reasoning.feed(event.text)
             else:
-                passed += [*self._reasoning.confirm(), event]
+                passed += self._reasoning.confirm()
+                passed.append(event)
         return passed
 
     def _through_tools(self, events: list[Event], tools: ToolParser) -> list[Event]:
@@ -133,7 +136,10 @@ class AnswerParser:
             return tools.feed(events[0].text)
         parsed: list[Event] = []
         for event in events:
-            parsed += tools.feed(event.text) if isinstance(event, Content) else [event]
+            if isinstance(event, Content):
+                parsed += tools.feed(event.text)
+            else:
+                parsed.append(event)
         return parsed
 
     def _count(self, events: list[Event], tokens: int) -> None:

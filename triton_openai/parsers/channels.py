@@ -10,24 +10,20 @@ The prompt ends with ``<|start|>assistant``, so that the text begins inside of a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from triton_openai.parsers.grammar import Grammar
 from triton_openai.parsers.reader import Malformed, Step, markers
-from triton_openai.parsers.reasoning import ReasoningParser
+from triton_openai.parsers.reasoning import ReasoningGrammar
 from triton_openai.parsers.thinking_meter import ThinkingMeter
+from triton_openai.parsers.tools.tags import HEADER_TEXT, MAX_HEADER, RECIPIENT
 
 _MESSAGE = "<|message|>"
 _START = "<|start|>"
 _ENDS = ("<|eom|>", "<|eot|>")
 _THINKING = f"to=self{_MESSAGE}"
-_HEADER_TEXT = re.compile(r"[^<]*")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_MAX_HEADER = 400
 
 
-class MuseGlimmer(Grammar, ReasoningParser):
+class MuseGlimmer(ReasoningGrammar):
     """What the model says to itself is reasoning, and all else content: the tool parser reads the calls in it."""
 
     special_tokens = True
@@ -72,7 +68,7 @@ class MuseGlimmer(Grammar, ReasoningParser):
 
     def _header(self) -> Step[str]:
         """Read a header from its recipient on."""
-        text = yield from self._reader.collect(_HEADER_TEXT, _MAX_HEADER)
+        text = yield from self._reader.collect(HEADER_TEXT, MAX_HEADER)
         yield from self._reader.literal(_MESSAGE)
         if not _is_header(text):
             raise Malformed
@@ -83,20 +79,15 @@ class MuseGlimmer(Grammar, ReasoningParser):
         reader = self._reader
         recipient = None
         if header is not None:
-            recipient = _RECIPIENT.search(header)
+            recipient = RECIPIENT.search(header)
         if recipient is None or recipient[1] != "self":
             return (yield from reader.until(markers(*_ENDS, _START), self._output.content))
         if self._has_reasoned:
             self._output.reasoning("\n")
         self._has_reasoned = True
-        end = yield from reader.until(markers(*_ENDS, _START, *self.calls), self._output.reasoning)
-        if end in self.calls:
-            # What the tool parser leaves comes back, and goes on here.
-            self.handed_over = end + reader.take(len(reader.rest()))
-            end = yield from reader.until(markers(*_ENDS, _START), self._output.reasoning)
-        return end
+        return (yield from self._read_thinking((*_ENDS, _START), self._output.reasoning))
 
 
 def _is_header(text: str) -> bool:
     """Return whether *text* before the marker of a message is its header."""
-    return not text.strip() or text.strip() == "assistant" or _RECIPIENT.search(text) is not None
+    return not text.strip() or text.strip() == "assistant" or RECIPIENT.search(text) is not None

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.events import Event
 from triton_openai.parsers.grammar import Grammar, TextParser
-from triton_openai.parsers.reader import Step, markers
+from triton_openai.parsers.reader import Sink, Step, markers
 from triton_openai.parsers.thinking_meter import ThinkingMeter
 
 _ANYTHING = re.compile(r"(?s:.*)")
@@ -70,7 +70,26 @@ class ReasoningParser(TextParser):
         raise NotImplementedError
 
 
-class Delimited(Grammar, ReasoningParser):
+class ReasoningGrammar(Grammar, ReasoningParser):
+    """Base of the parsers for reasoning that are grammars."""
+
+    def _read_thinking(self, ends: Sequence[str], sink: Sink, *, also: Sequence[str] = ()) -> Step[str]:
+        """
+        Give the thinking to *sink*, up to the first of *ends*, and return that; nothing at the end of the text.
+
+        Before a call in the thinking, *also* are ends too. From the call on, the tool parser reads the text first.
+        """
+        reader = self._reader
+        calls = [text for text in self.calls if text not in ends]
+        end = yield from reader.until(markers(*ends, *also, *calls), sink)
+        if end in calls:
+            # What the tool parser leaves comes back, and goes on here.
+            self.handed_over = end + reader.take(len(reader.rest()))
+            end = yield from reader.until(markers(*ends), sink)
+        return end
+
+
+class Delimited(ReasoningGrammar):
     """
     Thinking, its end, and the answer; what follows the end is content whatever it looks like.
 
@@ -141,11 +160,7 @@ class Delimited(Grammar, ReasoningParser):
         reader = self._reader
         if (yield from self._opens()):
             implied = [text for text in self.implied if not text.startswith(tuple(self.calls))]
-            end = yield from reader.until(markers(*self.closings, *implied, *self.calls), self._think)
-            if end in self.calls:
-                # What the tool parser leaves comes back, and goes on here.
-                self.handed_over = end + reader.take(len(reader.rest()))
-                end = yield from reader.until(markers(*self.closings), self._think)
+            end = yield from self._read_thinking(self.closings, self._think, also=implied)
             if end:
                 self._release()
                 self._skippable = None

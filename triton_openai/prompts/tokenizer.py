@@ -157,31 +157,32 @@ class Tokenizer:
         size = count * _CHARACTERS_PER_TOKEN + _NEAR
         if len(text) <= size + 2 * _SEARCHED:
             return text
-        # The tokens beyond this place are the same.
+        # Between these places is the cut. The tokens beyond the inner one are the same.
         if side == "left":
-            place = len(text) - size
+            inner = len(text) - size
+            outer = inner - _SEARCHED
         else:
-            place = size
-        if side == "left":
-            searched = place - _SEARCHED
+            inner = size
+            outer = inner + _SEARCHED
+        cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, min(inner, outer), max(inner, outer))]
+        if len(cuts) >= _WORDS and side == "left":
+            cut = cuts[-_WORDS]
+        elif len(cuts) >= _WORDS:
+            cut = cuts[_WORDS - 1]
+        elif len(text) <= _MAX_WORD:
+            return text
         else:
-            searched = place
-        cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, searched, searched + _SEARCHED)]
-        if len(cuts) < _WORDS:
-            if len(text) <= _MAX_WORD:
-                return text
             # No text that somebody wrote: it is cut anywhere.
-            cuts = [searched if side == "left" else searched + _SEARCHED] * _WORDS
+            cut = outer
         if side == "left":
-            start = cuts[-_WORDS]
-            end = len(text)
+            sure = text[inner:]
+            part = text[cut:]
         else:
-            start = 0
-            end = cuts[_WORDS - 1]
+            sure = text[:inner]
+            part = text[:cut]
         # Near a cut, the tokens may be others than those of the whole text.
-        sure = self.count(text[place:] if side == "left" else text[:place]) - _WORDS
-        if sure >= count:
-            return text[start:end]
+        if self.count(sure) - _WORDS >= count:
+            return part
         return text
 
     async def cut_roughly_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
@@ -195,8 +196,15 @@ class Tokenizer:
 
     def joined(self, *texts: Sequence[int]) -> TokenPair:
         """Return one sequence of the ids of a text, or of a pair of texts, with their special tokens."""
-        runs = [(ids if number is None else texts[number], type_id) for number, type_id, ids in self._runs[len(texts)]]
-        return TokenPair([token for run, _ in runs for token in run], [kind for run, kind in runs for _ in run])
+        joined: list[int] = []
+        type_ids: list[int] = []
+        for number, type_id, special_ids in self._runs[len(texts)]:
+            ids: Sequence[int] = special_ids
+            if number is not None:
+                ids = texts[number]
+            joined += ids
+            type_ids += [type_id] * len(ids)
+        return TokenPair(joined, type_ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of *ids*; unknown ids have none. Raises :class:`InvalidRequest` for invalid numbers."""
@@ -214,13 +222,20 @@ class Tokenizer:
     def count_to(self, text: str, end: int) -> int:
         """Return how many tokens of *text* it takes to have its first *end* characters. Raises as :meth:`encode`."""
         encoding = self.tokens(text)
+        last = None
         # A space may belong to no token; then the next token counts.
-        places = (encoding.char_to_token(place) for place in range(end - 1, len(text)))
-        count = next((place + 1 for place in places if place is not None), len(encoding))
+        for place in range(end - 1, len(text)):
+            last = encoding.char_to_token(place)
+            if last is not None:
+                break
+        else:
+            return len(encoding)
         # The bytes of a character may be several tokens.
-        while count < len(encoding) and (place := encoding.token_to_chars(count)) is not None and place[0] < end:
-            count += 1
-        return count
+        for count in range(last + 1, len(encoding)):
+            characters = encoding.token_to_chars(count)
+            if characters is None or characters[0] >= end:
+                return count
+        return len(encoding)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """
@@ -234,10 +249,15 @@ class Tokenizer:
         with _valid_unicode():
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         ids = {text: encoding.ids for text, encoding in zip(texts, encodings, strict=True)}
-        if limit is not None and any(len(ids[query]) + special > limit for query, _ in pairs):
-            raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
-        rooms = [None if limit is None else limit - special - len(ids[query]) for query, _ in pairs]
-        return [self.joined(ids[pair[0]], ids[pair[1]][:room]) for pair, room in zip(pairs, rooms, strict=True)]
+        joined: list[TokenPair] = []
+        for query, document in pairs:
+            room = None
+            if limit is not None:
+                room = limit - special - len(ids[query])
+            if room is not None and room < 0:
+                raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
+            joined.append(self.joined(ids[query], ids[document][:room]))
+        return joined
 
     async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises as :meth:`encode_async` too."""
@@ -275,16 +295,24 @@ class Tokenizer:
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
-        ids = [self.special_id("eos_token"), *(declared if isinstance(declared, list) else [declared])]
-        # JSON's true is not an id.
-        return tuple(dict.fromkeys(number for number in ids if type(number) is int and number >= 0))
+        if not isinstance(declared, list):
+            declared = [declared]
+        ids: dict[int, None] = {}
+        for number in (self.special_id("eos_token"), *declared):
+            # JSON's true is not an id.
+            if type(number) is int and number >= 0:
+                ids[number] = None
+        return tuple(ids)
 
     def _find_adds_bos(self, files: TokenizerFiles) -> bool:
         # For Llama-like classes transformers rebuilds the post-processor from this flag, so it comes first.
-        if isinstance(declared := files.config.get("add_bos_token"), bool):
+        declared = files.config.get("add_bos_token")
+        if isinstance(declared, bool):
             return declared
         bos = self.special_tokens.get("bos_token")
-        return bos is not None and self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
+        if bos is None:
+            return False
+        return self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
 
 
 def _runs(backend: tokenizers.Tokenizer, pair: str | None) -> list[tuple[int | None, int, list[int]]]:
@@ -309,7 +337,9 @@ def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
     named: dict[str, str] = {}
     for mapping in (files.special_tokens_map, files.config):
         extra = mapping.get("extra_special_tokens")
-        for name, value in (dict(mapping) | (extra if isinstance(extra, dict) else {})).items():
+        if not isinstance(extra, dict):
+            extra = {}
+        for name, value in {**mapping, **extra}.items():
             # An ``AddedToken`` is written as an object.
             if isinstance(value, dict):
                 token = value.get("content")
@@ -328,7 +358,10 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
 
     A tokenizer often comes from an older model with a shorter context. Scaling multiplies the positions.
     """
-    config = {**model, **text} if isinstance(text := model.get("text_config"), dict) else model
+    config = model
+    text_config = model.get("text_config")
+    if isinstance(text_config, dict):
+        config = {**model, **text_config}
     positions = _max_length(config.get("max_position_embeddings"))
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     factor = None
@@ -336,13 +369,14 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
         factor = scaling.get("factor")
     if positions is not None and isinstance(factor, int | float) and 1 < factor < _MAX_CONTEXT:
         positions = int(positions * factor)
-    return max((length for length in (told, positions) if length is not None), default=None)
+    return max(filter(None, (told, positions)), default=None)
 
 
 def _labels(value: Any) -> dict[int, str]:
     """Return what ``id2label`` of config.json says, as far as it has numbers and texts."""
-    labels = value.items() if isinstance(value, dict) else ()
-    return {int(number): label for number, label in labels if number.isdecimal() and isinstance(label, str)}
+    if not isinstance(value, dict):
+        return {}
+    return {int(number): label for number, label in value.items() if number.isdecimal() and isinstance(label, str)}
 
 
 def _max_length(value: Any) -> int | None:
@@ -372,9 +406,13 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int
         shown = piece[: len(piece) - dropped]
         parts = shown.count("\ufffd")
         text = piece.replace("\ufffd", "")
-        return parts + (tokenizer.count_to(text, len(shown) - parts) if dropped else tokenizer.count(text))
+        if dropped:
+            return parts + tokenizer.count_to(text, len(shown) - parts)
+        return parts + tokenizer.count(text)
 
-    return await offload.run(
-        lambda: sum(map(count, pieces[:-1])) + sum(count(piece, dropped) for piece in pieces[-1:]),
-        cost=tokenizing_cost(pieces),
-    )
+    def count_all() -> int:
+        if not pieces:
+            return 0
+        return sum(map(count, pieces[:-1])) + count(pieces[-1], dropped)
+
+    return await offload.run(count_all, cost=tokenizing_cost(pieces))

@@ -96,7 +96,7 @@ class Fleet:
         self._grace = grace
         self._lists: SharedLists | None = None
         if lists is not None:
-            self._lists = SharedLists(lists, settings.refresh_interval)
+            self._lists = SharedLists(lists, settings.refresh_interval, look=self.look, follow=self.follow)
         # Whether the settings list several Tritons; a single one has no name in logs and metrics.
         self._is_list = _lists_endpoints(settings)
         if not self._is_list:
@@ -143,7 +143,7 @@ class Fleet:
     async def run(self) -> None:
         """Look for Tritons, and at the models of each, until cancelled."""
         if self._lists is not None:
-            await self._lists.join(self)
+            await self._lists.join()
             spawn(self._lists.run(), self._tasks)
         self._running = True
         for member in self.members.values():

@@ -12,7 +12,6 @@ Source of the facts: ``grpc_service.proto`` and the decoupled and error document
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -66,7 +65,6 @@ _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
 _Response = service_pb2.ModelInferResponse
 _RESPONSE = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number
 _RAW = _Response.DESCRIPTOR.fields_by_name["raw_output_contents"].number
-_PIECE = 1 << 20
 # The longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
 
@@ -127,17 +125,8 @@ def _parts(request: InferRequest) -> Iterator[bytes]:
 
 def encode_request(request: InferRequest) -> bytes:
     """Return the ``ModelInferRequest`` of *request*."""
+    # To join more than a megabyte of bytes does not hold the interpreter lock.
     return b"".join(_parts(request))
-
-
-def encode_large(request: InferRequest) -> bytes:
-    """Return the same. It runs in a thread: contents are copied in pieces, so that other threads run in between."""
-    buffer = io.BytesIO()
-    for part in _parts(request):
-        view = memoryview(part)
-        for start in range(0, len(view), _PIECE):
-            buffer.write(view[start : start + _PIECE])
-    return buffer.getvalue()
 
 
 def serialize(message: Any) -> bytes:
@@ -145,15 +134,6 @@ def serialize(message: Any) -> bytes:
     if isinstance(message, bytes):
         return message
     return bytes(message.SerializeToString())
-
-
-async def message_of(request: InferRequest) -> bytes:
-    """Return the message of *request*, made in a thread if it is large."""
-    cost = request.cost
-    encode = encode_request
-    if cost > offload.INLINE:
-        encode = encode_large
-    return await offload.run(encode, request, cost=cost)
 
 
 def decode_response(message: Any, model: str = "") -> BinaryResponse:
@@ -269,7 +249,7 @@ class GrpcStream(Call):
 
     async def _start_large(self, channel: Channel, request: InferRequest) -> None:
         try:
-            message = await offload.run(encode_large, request, cost=request.cost)
+            message = await offload.run(encode_request, request, cost=request.cost)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
@@ -479,7 +459,7 @@ class GrpcClient:
         await self._unary("RepositoryModelUnload", message, model=model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        message = await message_of(request)
+        message = await offload.run(encode_request, request, cost=request.cost)
         answer = await self._unary(
             "ModelInfer",
             message,

@@ -70,7 +70,7 @@ class Leasing:
         self._max_running = math.inf
         self._pools: dict[str, Pool] = {}
         # The pool of a model that no Triton has.
-        self._empty = Pool("least_requests", max_ejected=0.0, load_factor=1.0)
+        self._empty = Pool()
         self._ring = Ring()
         self._budget = RetryBudget(settings.failover.budget)
 
@@ -125,7 +125,7 @@ class Leasing:
         members = [member for member in self._members.values() if model in member.targets]
         pool = self._pools.get(model)
         if pool is None:
-            pool = Pool(self.policy(model), max_ejected=0.0, load_factor=1.0)
+            pool = Pool()
             self._pools[model] = pool
         pool.policy = self.policy(model)
         pool.load_factor = settings.routing.load_factor

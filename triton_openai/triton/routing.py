@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 import struct
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -30,12 +30,8 @@ _RING = 1 << 16
 # A digest of BLAKE2b gives as many points.
 _DIGEST = struct.Struct(">8Q")
 _POINTS_IN_DIGEST = 8
-# More than the Tritons of a ring can ever be: a point has the index of its Triton in the lower bits.
-_MAX_INDEX = 1 << 24
 # After this number of Tritons over their bound, the one with the fewest requests is chosen.
 _MAX_PASSED = 64
-# Up to this number of changes is made one by one; for more, a new ring is made.
-_MAX_CHANGES = 16
 # The window of the retry budget in seconds, and the retries that it allows in any case.
 _WINDOW = 10
 _MIN_RETRIES = 3
@@ -116,7 +112,14 @@ class Target:
 class Pool:
     """The targets of one model. They and their ejections change seldom: :meth:`update` prepares the choice."""
 
-    def __init__(self, policy: Policy, *, max_ejected: float, load_factor: float, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy = "least_requests",
+        *,
+        max_ejected: float = 0.0,
+        load_factor: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
         #: The policy and the two limits take effect with the next :meth:`update`.
         self.policy = policy
         self.max_ejected = max_ejected
@@ -282,71 +285,54 @@ class Ring:
     The points of Tritons on a circle, for consistent hashing. All pools of a fleet may share one ring.
 
     The points depend on names and weights alone, so every worker and every replica has the same ring. A change is
-    applied when the ring is read next, at the cost of what changes: to make a ring of 1,000 Tritons takes tens of
-    milliseconds.
+    applied when the ring is read next: to make a ring of 1,000 Tritons takes tens of milliseconds.
     """
 
     def __init__(self) -> None:
-        self._wanted: Mapping[str, float] = {}
-        self._stale = False
         self._weights: Mapping[str, float] = {}
-        #: Points for a unit of weight.
-        self._density = 0
-        # Sorted: a point in the upper bits, and the index of its Triton among the names in the lower ones.
+        self._stale = False
+        # By name and number of points: those points, which are made once.
+        self._made: dict[tuple[str, int], Sequence[int]] = {}
+        self._owners: dict[int, str] = {}
+        # In order.
         self._points: list[int] = []
-        self._names: list[str] = []
 
     def update(self, weights: Mapping[str, float]) -> None:
         """Use the Tritons of these names and *weights* from now on."""
-        self._wanted = weights
-        self._stale = True
+        self._stale = self._stale or weights != self._weights
+        self._weights = weights
 
     def owners(self, key: bytes) -> Iterator[str]:
         """Yield the names of the Tritons after *key* on the ring, once for each of their points."""
         if self._stale:
             self._apply()
         points = self._points
-        names = self._names
-        start = bisect_right(points, _value(_point(key), _MAX_INDEX - 1))
+        start = bisect_right(points, _point(key))
         for step in range(len(points)):
-            yield names[points[start + step - len(points)] % _MAX_INDEX]
+            yield self._owners[points[start + step - len(points)]]
 
     def _apply(self) -> None:
-        wanted = self._wanted
-        weights = self._weights
         # On a full ring each Triton has fewer points, a part of those that it had. Their number is a power of two, so
         # that one Triton more or less seldom changes it.
-        available = _RING // max(1, len(wanted))
+        available = _RING // max(1, len(self._weights))
         density = min(_POINTS, max(_POINTS_IN_DIGEST, 1 << available.bit_length() - 1))
-        changed = {name for name in weights.keys() | wanted.keys() if weights.get(name) != wanted.get(name)}
-        added = [name for name in wanted if name in changed]
-        # Names that have gone keep their indexes.
-        crowded = len(self._names) > 2 * len(wanted) + _MAX_CHANGES
-        if density != self._density or crowded or len(changed) > _MAX_CHANGES:
-            self._names = list(wanted)
-            self._points = sorted(self._values(self._names, wanted, density))
-        else:
-            gone = {index for index, name in enumerate(self._names) if name in changed}
-            self._points = [value for value in self._points if value % _MAX_INDEX not in gone]
-            self._names = [*self._names, *added]
-            for value in self._values(added, wanted, density):
-                insort(self._points, value)
-        self._weights = wanted
-        self._density = density
+        made: dict[tuple[str, int], Sequence[int]] = {}
+        for name, weight in self._weights.items():
+            count = max(1, round(density * weight))
+            made[name, count] = self._made.get((name, count)) or _points(name, count)
+        self._made = made
+        self._owners = {point: name for (name, _), points in made.items() for point in points}
+        self._points = sorted(self._owners)
         self._stale = False
 
-    def _values(self, names: Sequence[str], weights: Mapping[str, float], density: int) -> Iterator[int]:
-        first = len(self._names) - len(names)
-        for index, name in enumerate(names, first):
-            count = max(1, round(density * weights[name]))
-            for number in range(-(-count // _POINTS_IN_DIGEST)):
-                digest = blake2b(f"{name}#{number}".encode()).digest()
-                for point in _DIGEST.unpack(digest)[: count - number * _POINTS_IN_DIGEST]:
-                    yield _value(point, index)
 
-
-def _value(point: int, index: int) -> int:
-    return point * _MAX_INDEX + index
+def _points(name: str, count: int) -> Sequence[int]:
+    """Return the first *count* points of the Triton *name*."""
+    points: list[int] = []
+    while len(points) < count:
+        number = len(points) // _POINTS_IN_DIGEST
+        points += _DIGEST.unpack(blake2b(f"{name}#{number}".encode()).digest())
+    return points[:count]
 
 
 def _point(data: bytes) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from triton_openai.triton.catalog import Snapshot
@@ -20,27 +20,11 @@ _LOOK_SECONDS = 5.0
 _SILENT_INTERVALS = 3
 
 
-class ListListener(Protocol):
-    """Takes the messages of the other processes about the lists."""
-
-    def lead(self) -> None:
-        """Become the process that looks."""
-
-    def beat(self) -> None:
-        """Take the heartbeat of the process that looks."""
-
-    def take(self, name: str, data: bytes | None) -> None:
-        """Take the new list of the Triton *name*; ``None`` if the Triton has left."""
-
-    def look(self, name: str, reload: bool) -> Coroutine[Any, Any, bool]:
-        """Look at the list of the Triton *name*; return whether it is known here."""
-
-
 class ListChannel(Protocol):
     """The channel to the other processes of a service."""
 
-    async def follow(self, listener: ListListener) -> tuple[bool, Mapping[str, bytes]]:
-        """Call *listener* from now on; return whether this process looks, and the newest lists."""
+    async def follow(self, lists: SharedLists) -> tuple[bool, Mapping[str, bytes]]:
+        """Call *lists* from now on; return whether this process looks, and the newest lists."""
 
     def publish(self, name: str, data: bytes | None) -> None:
         """Publish a new list; ``None`` if the Triton has left."""
@@ -52,27 +36,27 @@ class ListChannel(Protocol):
         """Make the process that looks do so now. Its new list has arrived when the result is true."""
 
 
-class Looker(Protocol):
-    """What looks at the Tritons in this process: the fleet."""
-
-    async def look(self, name: str, reload: bool) -> bool:
-        """Look at the list of the Triton *name*; return whether it is known here."""
-
-    def follow(self, name: str) -> None:
-        """Use the new list of the Triton *name*."""
-
-
 class SharedLists:
     """
-    This process's side of the lists, over a *channel*; see :class:`ListListener` for what the others call.
+    This process's side of the lists, over a *channel*.
 
-    The process that looks sends a heartbeat every *interval* seconds.
+    The process that looks sends a heartbeat every *interval* seconds. *look* looks at the list of the Triton of a name,
+    and returns whether it is known here; *follow* uses a new list of another process.
     """
 
-    def __init__(self, channel: ListChannel, interval: float) -> None:
+    def __init__(
+        self,
+        channel: ListChannel,
+        interval: float,
+        *,
+        look: Callable[[str, bool], Coroutine[Any, Any, bool]],
+        follow: Callable[[str], None],
+    ) -> None:
         self._channel = channel
         self._interval = interval
-        self._looker: Looker
+        #: Called by the other processes, as :meth:`lead`, :meth:`beat` and :meth:`take` are.
+        self.look = look
+        self._follow = follow
         #: Whether this is the process that looks.
         self.leads = False
         #: By the name of a Triton, as the process that looks has published it.
@@ -86,9 +70,8 @@ class SharedLists:
         now = asyncio.get_running_loop().time()
         return not self.leads and now - self._last_beat < _SILENT_INTERVALS * self._interval
 
-    async def join(self, looker: Looker) -> None:
+    async def join(self) -> None:
         """Begin to share. If no process answers, this process looks for itself."""
-        self._looker = looker
         self.beat()
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -131,18 +114,18 @@ class SharedLists:
     # What the others call
 
     def lead(self) -> None:
+        """Become the process that looks."""
         self.leads = True
         self._leading.set()
 
     def beat(self) -> None:
+        """Take the heartbeat of the process that looks."""
         self._last_beat = asyncio.get_running_loop().time()
 
     def take(self, name: str, data: bytes | None) -> None:
+        """Take the new list of the Triton *name*; ``None`` if the Triton has left."""
         if data is None:
             self.newest.pop(name, None)
             return
         self.newest[name] = pickle.loads(data)
-        self._looker.follow(name)
-
-    async def look(self, name: str, reload: bool) -> bool:
-        return await self._looker.look(name, reload)
+        self._follow(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import msgspec
 import pytest
 from tritonclient.grpc.service_pb2 import ModelInferRequest
@@ -16,7 +14,7 @@ from triton_openai.adapters.trtllm import Trtllm
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Lora, LoraFormat, Matrix, Vocabulary
-from triton_openai.triton.grpc import encode_large, encode_request, message_of
+from triton_openai.triton.grpc import encode_request
 from triton_openai.triton.http import infer_body
 from triton_openai.triton.tensors import ModelConfig
 
@@ -87,14 +85,11 @@ def test_a_number_alone():
 
 
 @every_case("size", [0, 1, 127, 128, 2**19, 2**20, 3 * 2**20 + 1])
-async def test_large_requests_are_the_same_messages(size):
-    """Large requests are the same messages, however they are put together."""
+def test_only_large_requests_are_encoded_in_a_thread(size):
+    """A message has its weights whole, and is made in a thread if they have a megabyte."""
     weights = Matrix("FP16", (1, size // 2), bytes(number % 251 for number in range(size)))
     asked = msgspec.structs.replace(generation(), lora=msgspec.structs.replace(FULL, weights=weights))
     request = request_of(ensemble(*INPUTS), asked)
-    message = encode_request(request)
 
-    with patch("triton_openai.triton.grpc.encode_large", wraps=encode_large) as in_thread:
-        assert message == encode_large(request) == await message_of(request)
-    assert weights.data in ModelInferRequest.FromString(message).raw_input_contents
-    assert (request.cost > offload.INLINE) == in_thread.called == (size >= 2**20)
+    assert weights.data in ModelInferRequest.FromString(encode_request(request)).raw_input_contents
+    assert (request.cost > offload.INLINE) == (size >= 2**20)

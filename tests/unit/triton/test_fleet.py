@@ -335,7 +335,7 @@ async def test_a_list_that_changes_makes_no_hash_ring(fleets, monkeypatch):
             return lease.endpoint
 
     before = [chosen(number) for number in range(100)]
-    monkeypatch.setattr(routing.Ring, "_values", None)
+    monkeypatch.setattr(routing.Ring, "_apply", None)
     changed = fleet.members["t7"]
     for index in ([], [entry for entry in tritons["t7"].index if entry.name == "n"], list(tritons["t7"].index)):
         tritons["t7"].index = index

@@ -220,7 +220,7 @@ def test_pools_share_a_ring():
     assert all(now == then for now, then in zip(moved, before, strict=True) if then != "t3")
 
 
-def test_a_change_of_a_ring_costs_what_it_changes(monkeypatch):
+def test_a_changed_ring_keeps_the_points_of_other_tritons(monkeypatch):
     """Where one of many Tritons comes or goes, only its points are made; the ring is the same as a new one."""
     made: Counter[bytes] = Counter()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from triton_openai.parsers.tools.json_text import dump, quote
+from triton_openai.parsers.tools.json_text import dump, string_value
 from triton_openai.parsers.tools.schema import Parameters
 
 _STRING = frozenset({"string"})
@@ -36,12 +36,11 @@ class ArgumentTypes:
         """Return *text*, the JSON value of *key*, in a type of the schema; *text* itself if it is of none."""
         if not text.startswith('"'):
             self.has_converted = True
-            return quote(text)
-        try:
-            converted = self._parameters.value(key, msgspec.json.decode(text, type=str))
-        except (msgspec.DecodeError, UnicodeError):
-            # A lone surrogate
+            return dump(text)
+        written = string_value(text)
+        if written is None:
             return text
+        converted = self._parameters.value(key, written)
         if converted.startswith('"'):
             return text
         self.has_converted = True

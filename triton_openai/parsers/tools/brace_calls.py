@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.json_text import quote
+from triton_openai.parsers.tools.json_text import dump
 from triton_openai.parsers.tools.literals import Literals
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
@@ -23,7 +23,7 @@ class BraceCalls(MarkedCalls):
     """
 
     bare_names = True
-    quotes: ClassVar[str]
+    quote: ClassVar[str]
     #: What stands before the name.
     name_start: ClassVar[str] = "call:"
 
@@ -37,7 +37,7 @@ class BraceCalls(MarkedCalls):
         yield from reader.literal("{")
         self._start_call(name)
         output = self._output
-        values = _Values(reader, self.quotes)
+        values = _Values(reader, self.quote)
         yield from values.members(output.arguments, output.arguments_to_confirm, types=self._types)
         self._end_call()
         if self.closing:
@@ -45,12 +45,12 @@ class BraceCalls(MarkedCalls):
 
 
 class _Values(Literals):
-    """The values of a call, with *quotes* around strings. A word that JSON does not know is a string."""
+    """The values of a call, with a *quote* around strings. A word that JSON does not know is a string."""
 
-    def __init__(self, reader: Reader, quotes: str) -> None:
+    def __init__(self, reader: Reader, quote: str) -> None:
         super().__init__(reader)
-        self._quote = quotes
-        self.quotes = quotes[0]
+        self._quote = quote
+        self.quotes = quote[0]
 
     def _string(self, sink: Sink) -> Step[None]:
         yield from self._reader.literal(self._quote)
@@ -73,4 +73,7 @@ class _Values(Literals):
         word = text.strip()
         if not word:
             raise Malformed
-        sink(word if json_text.is_scalar(word) else _WORDS.get(word) or quote(word))
+        if json_text.is_scalar(word):
+            sink(word)
+        else:
+            sink(_WORDS.get(word) or dump(word))

@@ -65,6 +65,15 @@ class _Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return the class that reads the format, and its attributes."""
         raise NotImplementedError
 
+    def _own_fields(self) -> dict[str, Any]:
+        """Return the fields of this notation. The class that reads it has attributes of the same names."""
+        names = set(self.__struct_fields__).difference(_Format.__struct_fields__)
+        return {name: getattr(self, name) for name in names}
+
+    def _call_tags(self, call: Pair) -> dict[str, Any]:
+        """Return the attributes of a class that reads calls between two tags, which may stand without a section."""
+        return {"call": call[0], "call_end": call[1], "markers": Markers(*dict.fromkeys([*self.open, call[0]]))}
+
     def _only_close(self) -> str:
         """Return the only closing marker; empty if there is none."""
         if len(self.close) > 1:
@@ -92,15 +101,7 @@ class JsonFormat(_Format, frozen=True, kw_only=True, tag="json"):
         separators = SPACE
         if self.separators:
             separators = re.compile(rf"[\s{re.escape(self.separators)}]*")
-        return JsonCalls, {
-            "bare": self.bare,
-            "closing": self._only_close(),
-            "name_keys": frozenset(self.name_keys),
-            "name_is_key": self.name_is_key,
-            "separators": separators,
-            "opens_list": self.opens_list,
-            "optional_closings": self.optional_close,
-        }
+        return JsonCalls, {**self._own_fields(), "closing": self._only_close(), "separators": separators}
 
 
 class PythonFormat(_Format, frozen=True, kw_only=True, tag="python"):
@@ -111,7 +112,7 @@ class PythonFormat(_Format, frozen=True, kw_only=True, tag="python"):
     bare_names: bool = False
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        return Pythonic, {"bare": self.bare, "bare_names": self.bare_names, "closing": self._only_close()}
+        return Pythonic, {**self._own_fields(), "closing": self._only_close()}
 
 
 class FunctionsFormat(_Format, frozen=True, kw_only=True, tag="functions"):
@@ -151,20 +152,7 @@ class InvokesFormat(_Format, frozen=True, kw_only=True, tag="invokes"):
     json_block: Pair | None = None
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        return Invokes, {
-            "call": self.call[0],
-            "call_end": self.call[1],
-            "markers": Markers(*self.open, self.call[0]),
-            "parameter": self.parameter,
-            "call_head": tuple(self.call_head),
-            "call_tail": self.call_tail,
-            "tag_end": self.tag_end,
-            "name_attribute": self.name_attribute,
-            "key_attribute": self.key_attribute,
-            "text_attribute": self.text_attribute,
-            "trims_lines": self.trims_lines,
-            "json_block": self.json_block,
-        }
+        return Invokes, {**self._own_fields(), **self._call_tags(self.call)}
 
 
 class TagNamesFormat(_Format, frozen=True, kw_only=True, tag="tag_names"):
@@ -176,12 +164,7 @@ class TagNamesFormat(_Format, frozen=True, kw_only=True, tag="tag_names"):
     parameter: Pair = ("<", "</")
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        return TagNames, {
-            "call": self.call[0],
-            "call_end": self.call[1],
-            "markers": Markers(*self.open, self.call[0]),
-            "parameter": self.parameter,
-        }
+        return TagNames, {**self._own_fields(), **self._call_tags(self.call)}
 
 
 class KeysFormat(_Format, frozen=True, kw_only=True, tag="keys"):
@@ -194,17 +177,10 @@ class KeysFormat(_Format, frozen=True, kw_only=True, tag="keys"):
     name_end: str = ""
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        closing = self.call[1]
-        return KeyTags, {
-            "call": self.call[0],
-            "call_end": closing,
-            "markers": Markers(*dict.fromkeys([*self.open, self.call[0]])),
-            "key": self.key,
-            "value": self.value,
-            "name_end": self.name_end,
-            # The beginning of the last tag is enough: a longer one would wait longer.
-            "doubts": (f"\n{self.key[0]}", self.key[0], f"\n{closing[:8]}", closing[:8]),
-        }
+        # The beginning of the last tag is enough: a longer one would wait longer.
+        closing = self.call[1][:8]
+        doubts = (f"\n{self.key[0]}", self.key[0], f"\n{closing}", closing)
+        return KeyTags, {**self._own_fields(), **self._call_tags(self.call), "doubts": doubts}
 
 
 class BracesFormat(_Format, frozen=True, kw_only=True, tag="braces"):
@@ -215,7 +191,7 @@ class BracesFormat(_Format, frozen=True, kw_only=True, tag="braces"):
     name_start: str = "call:"
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        return BraceCalls, {"closing": self._only_close(), "quotes": self.quote, "name_start": self.name_start}
+        return BraceCalls, {**self._own_fields(), "closing": self._only_close()}
 
 
 class NamedJsonFormat(_Format, frozen=True, kw_only=True, tag="named_json"):
@@ -225,12 +201,7 @@ class NamedJsonFormat(_Format, frozen=True, kw_only=True, tag="named_json"):
     separator: Marker
 
     def _grammar(self) -> tuple[type[ToolParser], dict[str, Any]]:
-        return NamedJson, {
-            "call": self.call[0],
-            "call_end": self.call[1],
-            "markers": Markers(*dict.fromkeys([*self.open, self.call[0]])),
-            "separator": self.separator,
-        }
+        return NamedJson, {**self._own_fields(), **self._call_tags(self.call)}
 
 
 #: A format; ``notation`` decides which.

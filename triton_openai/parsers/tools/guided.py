@@ -79,5 +79,8 @@ class ConstrainedCalls(ToolParser):
         passed: list[Event] = []
         for event in events:
             self._has_call = self._has_call or isinstance(event, ToolCallStart)
-            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._has_call else [event]
+            if isinstance(event, Content) and not self._has_call:
+                passed += self._own.feed(event.text)
+            else:
+                passed.append(event)
         return passed

@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from triton_openai.parsers.reader import Malformed, Markers, Step, discard, markers
-from triton_openai.parsers.reasoning import ReasoningParser
+from triton_openai.parsers.reader import Malformed, Markers, Step, discard
+from triton_openai.parsers.reasoning import ReasoningGrammar
 from triton_openai.parsers.thinking_meter import ThinkingMeter
 from triton_openai.parsers.tools import names
+from triton_openai.parsers.tools.tags import HEADER_TEXT, MAX_HEADER, RECIPIENT
 from triton_openai.parsers.tools.tool_parser import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -27,12 +28,9 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _BODY_ENDS = (*_ENDS, "<|channel|>")
 _BODY_END = Markers(*_BODY_ENDS)
 _CLOSERS = re.compile(r"[\s}\])]*")
-_HEADER_TEXT = re.compile(r"[^<]*")
-_MAX_HEADER = 400
 #: The tools of the model's server, as the format names them.
 _SERVER_TOOLS = frozenset({"python", "browser", "container"})
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Harmony(CallGrammar):
@@ -47,7 +45,8 @@ class Harmony(CallGrammar):
     _has_reasoned = False
 
     def _text(self) -> Step[None]:
-        yield from self._messages((yield from self._begins()))
+        marker = yield from self._begins()
+        yield from self._messages(marker)
 
     def _begins(self) -> Step[str]:
         """Return the beginning of a header that starts with the recipient, since the prompt ends within the header."""
@@ -71,7 +70,7 @@ class Harmony(CallGrammar):
         if header is None:
             return ""
         channel = _CHANNEL.search(header)
-        recipient = _RECIPIENT.search(header)
+        recipient = RECIPIENT.search(header)
         if recipient is not None and self._is_function(recipient[1]):
             return (yield from self._call(recipient[1].removeprefix("functions."), header))
         if recipient is not None or (channel is not None and channel[1] == "analysis"):
@@ -85,11 +84,11 @@ class Harmony(CallGrammar):
     def _header(self, marker: str) -> Step[str]:
         header = marker
         while True:
-            header += yield from self._reader.collect(_HEADER_TEXT, _MAX_HEADER)
+            header += yield from self._reader.collect(HEADER_TEXT, MAX_HEADER)
             marker = yield from self._reader.literal(*_ALL)
             if marker == "<|message|>":
                 return header + marker
-            if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > _MAX_HEADER:
+            if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > MAX_HEADER:
                 raise Malformed
             header += marker
 
@@ -124,7 +123,7 @@ class Harmony(CallGrammar):
         return end
 
 
-class HarmonyReasoning(Harmony, ReasoningParser):
+class HarmonyReasoning(Harmony, ReasoningGrammar):
     """
     Harmony's ``analysis`` as reasoning, its other messages as content.
 
@@ -157,17 +156,14 @@ class HarmonyReasoning(Harmony, ReasoningParser):
         return "<|end|><|start|>assistant<|channel|>final<|message|>"
 
     def _text(self) -> Step[None]:
-        yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
+        if self._inside:
+            marker = yield from self._reasoning()
+        else:
+            marker = yield from self._begins()
+        yield from self._messages(marker)
 
     def _thinking(self) -> Step[str]:
-        reader = self._reader
-        calls = [text for text in self.calls if text not in _BODY_ENDS]
-        end = yield from reader.until(markers(*_BODY_ENDS, *calls), self._output.reasoning)
-        if end in calls:
-            # What the tool parser leaves comes back, and goes on here.
-            self.handed_over = end + reader.take(len(reader.rest()))
-            end = yield from reader.until(_BODY_END, self._output.reasoning)
-        return end
+        return (yield from self._read_thinking(_BODY_ENDS, self._output.reasoning))
 
     def _is_function(self, recipient: str) -> bool:
         # The request's tools are not known here: the tool parser decides about what is not the server's for certain.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
@@ -32,20 +32,20 @@ class JsonCalls(ListedCalls):
 
     begins = re.compile(r"\{")
     #: The keys of a function's name.
-    name_keys: ClassVar[frozenset[str]] = frozenset({"name"})
+    name_keys: ClassVar[Collection[str]] = ("name",)
     #: Whether the name is the key of the arguments.
     name_is_key: ClassVar[bool] = False
     #: Whether the marker contains the bracket of the array.
     opens_list: ClassVar[bool] = False
     #: What may follow, by the opening marker; ``*`` stands for any.
-    optional_closings: ClassVar[Mapping[str, str]] = {}
+    optional_close: ClassVar[Mapping[str, str]] = {}
 
     def _block(self, marker: str) -> Step[None]:
         if self.opens_list and marker:
             yield from self._list()
             return
         yield from super()._block(marker)
-        closing = self.optional_closings.get(marker, self.optional_closings.get("*"))
+        closing = self.optional_close.get(marker, self.optional_close.get("*"))
         if closing is not None and marker:
             yield from self._reader.space()
             if (yield from self._reader.peek()) == closing[0]:

@@ -151,19 +151,20 @@ def string(reader: Reader, sink: Sink, ends: Sink | None = None) -> Step[None]:
             continue
         if character == "\\":
             escape = yield from _escape(reader)
-            (ends if escape == '\\"' else content)(escape)
+            if escape == '\\"':
+                ends(escape)
+            else:
+                content(escape)
             continue
         reader.take()
         if character == '"':
             ends(character)
             return
         escape = _CONTROL.get(character) or f"\\u{ord(character):04x}"
-        (ends if character == "\n" else content)(escape)
-
-
-def quote(text: str) -> str:
-    """Return *text* as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+        if character == "\n":
+            ends(escape)
+        else:
+            content(escape)
 
 
 def dump(value: Any) -> str:
@@ -173,17 +174,25 @@ def dump(value: Any) -> str:
 
 def escape(text: str) -> str:
     """Return *text* as it stands inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return dump(text)[1:-1]
+
+
+def string_value(text: str) -> str | None:
+    """Return what the JSON string *text* means; ``None`` if it is none, or has a lone surrogate."""
+    try:
+        return msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeError):
+        return None
 
 
 def decoded_string(reader: Reader) -> Step[str]:
     """Read one string and return what it means. Raises Malformed (for lone surrogates too) or Ended."""
     parts: list[str] = []
     yield from string(reader, parts.append)
-    try:
-        return msgspec.json.decode("".join(parts), type=str)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise Malformed from error
+    text = string_value("".join(parts))
+    if text is None:
+        raise Malformed
+    return text
 
 
 def is_scalar(text: str) -> bool:
@@ -216,11 +225,8 @@ def _next_key(reader: Reader, sink: Sink, ends: Sink, colon: Sink, *, is_alone: 
     text = "".join(parts)
     ends(text)
     yield from _colon(reader, ends, colon)
-    try:
-        return msgspec.json.decode(text, type=str)
-    except (msgspec.DecodeError, UnicodeError):
-        # A lone surrogate: no schema has it.
-        return ""
+    # No schema has a lone surrogate.
+    return string_value(text) or ""
 
 
 def _colon(reader: Reader, ends: Sink, colon: Sink) -> Step[None]:
@@ -238,7 +244,9 @@ def _escape(reader: Reader) -> Step[str]:
     if character not in _ESCAPED:
         raise Malformed
     escape += reader.take()
-    for _ in range(4 if character == "u" else 0):
+    if character != "u":
+        return escape
+    for _ in range(4):
         if (yield from reader.next()) not in _HEXADECIMAL:
             raise Malformed
         escape += reader.take()

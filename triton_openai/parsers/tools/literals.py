@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
-from triton_openai.parsers.tools.json_text import MemberTypes, escape, quote
+from triton_openai.parsers.tools.json_text import MemberTypes, dump, escape
 
 #: Each level is a generator within a generator.
 _MAX_DEPTH = 50
@@ -88,8 +88,12 @@ class Literals(ABC):
                 yield from self._bare_key(parts.append)
             key = "".join(parts)
             yield from self._reader.token(":")
-            # The key confirms the value before it, if there is one.
-            (sink if separator else ends)(f"{separator}{quote(key)}: ")
+            written = f"{separator}{dump(key)}: "
+            if separator:
+                # The key confirms the value before it.
+                sink(written)
+            else:
+                ends(written)
             yield from self.member(key, sink, ends, types, depth + 1)
             separator = ", "
         ends("}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from triton_openai.parsers.reader import Malformed, Step
-from triton_openai.parsers.tools.json_text import quote
+from triton_openai.parsers.tools.json_text import dump
 from triton_openai.parsers.tools.literals import PythonLiterals
 from triton_openai.parsers.tools.tool_parser import ListedCalls
 
@@ -38,13 +38,15 @@ class Pythonic(ListedCalls):
                 raise Malformed
             if not separator:
                 self._start_call(name)
-                output.arguments_to_confirm(f"{{{quote(key)}: ")
+                output.arguments_to_confirm(f"{{{dump(key)}: ")
             else:
                 # The key confirms the value before it.
-                output.arguments(f"{separator}{quote(key)}: ")
+                output.arguments(f"{separator}{dump(key)}: ")
             yield from literals.member(key, output.arguments, output.arguments_to_confirm, self._types)
             separator = ", "
-        if not separator:
+        if separator:
+            output.arguments_to_confirm("}")
+        else:
             self._start_call(name)
-        output.arguments_to_confirm("}" if separator else "{}")
+            output.arguments_to_confirm("{}")
         self._end_call()

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.parsers.tools.json_text import NUMBER, quote
+from triton_openai.parsers.tools.json_text import NUMBER, dump
 from triton_openai.parsers.tools.literals import to_json
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
@@ -121,7 +121,7 @@ class Parameters:
             structure = _structure(bare)
             if structure is not None:
                 return structure
-        return quote(text)
+        return dump(text)
 
 
 def _structure(text: str) -> str | None:
@@ -150,7 +150,10 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[
     if isinstance(reference, str):
         yield from _branches(_resolve(reference, root), root, depth - 1, looks)
     for word in _ALTERNATIVES:
-        for option in schema[word] if isinstance(schema.get(word), list) else ():
+        options = schema.get(word)
+        if not isinstance(options, list):
+            continue
+        for option in options:
             yield from _branches(option, root, depth - 1, looks)
 
 
@@ -175,10 +178,11 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
             if all(known):
                 return frozenset().union(*known)
             return frozenset()
+    values: list[Any] = []
     if isinstance(schema.get("enum"), list):
         values = schema["enum"]
-    else:
-        values = [schema[w] for w in ("const",) if w in schema]
+    elif "const" in schema:
+        values = [schema["const"]]
     return frozenset(_TYPES.get(type(value), "object") for value in values)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from triton_openai.parsers.reader import SPACE, Malformed, Markers, Step, discard, markers
@@ -134,7 +135,7 @@ class Invokes(SectionCalls, TaggedCalls):
     #: What closes a call.
     call_end: ClassVar[str]
     #: What follows the opening of a call before its attributes, and what follows its closing tag.
-    call_head: ClassVar[tuple[str, ...]] = ()
+    call_head: ClassVar[Sequence[str]] = ()
     call_tail: ClassVar[str] = ""
     #: The opening tag, without attributes, and the closing tag of a parameter.
     parameter: ClassVar[tuple[str, str]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Markers, Sink, Step, markers
-from triton_openai.parsers.tools.json_text import escape, quote
+from triton_openai.parsers.tools.json_text import dump, escape
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.parsers.tools.tool_parser import MarkedCalls
 
@@ -64,7 +64,7 @@ class TaggedCalls(MarkedCalls):
         *doubts* in it shows that its end tag is missing, or that it is a text about calls. Raises :class:`Malformed`
         for that.
         """
-        prefix = f"{self._separator}{quote(key)}: "
+        prefix = f"{self._separator}{dump(key)}: "
         output = self._output
         self._separator = ", "
         if self._called in self.tools:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 from triton_openai.parsers.reader import Markers
 
 #: What opens a call, or several.
@@ -48,4 +50,8 @@ STRAYS_AFTER_CALLS = (
 )  # fmt: skip
 #: What ends a message of gpt-oss.
 MESSAGE_ENDS = ("<|call|>", "<|end|>", "<|return|>")
+#: Who a message is for, in its header; the header's text, and its most characters.
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+HEADER_TEXT = re.compile(r"[^<]*")
+MAX_HEADER = 400
 CLOSING_MARKERS = Markers(*CLOSINGS, *MESSAGE_ENDS)

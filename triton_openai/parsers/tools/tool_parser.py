@@ -311,9 +311,10 @@ class CallGrammar(Grammar, ToolParser):
         self._types = None
         if self._called in self.tools:
             self._types = ArgumentTypes(Parameters(self.tools[self._called]))
-        self._output.start(
-            self._new_id if id is None else lambda: id, self._called, waits_for_end=is_opaque or self.may_wait
-        )
+        make_id = self._new_id
+        if id is not None:
+            make_id = partial(str, id)
+        self._output.start(make_id, self._called, waits_for_end=is_opaque or self.may_wait)
 
     def _end_call(self) -> None:
         """Note the end of a complete call, or of the markup after it."""
@@ -388,11 +389,10 @@ class MarkedCalls(CallGrammar):
         super().__init__(tools, new_id=new_id)
         own = self.markers.texts
         self.openings = (*own, *self._bare_openings())
+        others: list[str] = []
         # Without tools, nothing shows that what is no call of the format's own is one.
         if self.tools:
             others = [tag for tag in tags.COMMON_OPENINGS if not tag.startswith(own)]
-        else:
-            others = []
         strays = [*tags.COMMON_CLOSINGS, *tags.STRAYS_AFTER_CALLS, *self.closings, *filter(None, [self.closing])]
         self._strays = frozenset(strays).difference(own)
         self._markers = markers(*own, *others, *self._strays)
@@ -405,12 +405,10 @@ class MarkedCalls(CallGrammar):
         else:
             first = yield from self._reader.peek()
         self._is_bare = True
-        if first and first in (self.bare if not self.tools else _BARE):
-            yield from self._attempt(self._block("") if first in self.bare else self._another_form(), "")
-        elif first == "`" and self.tools:
-            yield from self._fenced()
-        elif first and self.bare_names and self.tools:
-            yield from self._bare_name("")
+        if first and first in self.bare:
+            yield from self._attempt(self._block(""), "")
+        elif first and self.tools:
+            yield from self._bare_form(first)
         self._is_bare = False
         while marker := marker or (yield from self._reader.until(self._markers, self._output.content)):
             if marker in self.markers.texts:
@@ -421,6 +419,15 @@ class MarkedCalls(CallGrammar):
                 # After a call, it is one too many.
                 self._output.content(marker)
             marker = ""
+
+    def _bare_form(self, first: str) -> Step[None]:
+        """Read what begins with the character *first*, as calls in another form than the format's own have it."""
+        if first in _BARE:
+            yield from self._attempt(self._another_form(), "")
+        elif first == "`":
+            yield from self._fenced()
+        elif self.bare_names:
+            yield from self._bare_name("")
 
     def _fenced(self) -> Step[None]:
         """Read calls in a code block with which the text begins, or what is no such block."""

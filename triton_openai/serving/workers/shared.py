@@ -20,7 +20,7 @@ from triton_openai.draining import ModelChange
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.workers.channel import Channel
 from triton_openai.telemetry.metric_files import forget_worker
-from triton_openai.triton.shared_lists import ListListener
+from triton_openai.triton.shared_lists import SharedLists
 
 # Longest wait for the parent, which answers at once unless it is stopped.
 _ANSWER_SECONDS = 5.0
@@ -178,9 +178,9 @@ class SharedClient:
     async def close(self) -> None:
         """Do nothing: the channel is the worker's."""
 
-    async def follow(self, listener: ListListener) -> tuple[bool, Mapping[str, bytes]]:
+    async def follow(self, lists: SharedLists) -> tuple[bool, Mapping[str, bytes]]:
         """Share the lists of models; see :class:`triton_openai.triton.shared_lists.ListChannel`."""
-        methods: Sequence[Callable[..., Any]] = (listener.lead, listener.beat, listener.take, listener.look)
+        methods: Sequence[Callable[..., Any]] = (lists.lead, lists.beat, lists.take, lists.look)
         self._channel.methods |= {method.__name__: method for method in methods}
         answer: tuple[bool, Mapping[str, bytes]] | None = await self._channel.call("follow")
         # Without a parent, the worker is about to end.

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.parsers.tools import names
+from triton_openai.parsers.tools.tags import MAX_HEADER, RECIPIENT
 from triton_openai.parsers.tools.tolerant.context import Context, ContextReader
 from triton_openai.parsers.tools.tolerant.keys import NAME
 from triton_openai.parsers.tools.tolerant.request_tools import ARGUMENT_KEYS, CALL_KEYS, NO_PARAMETERS, WRAPPERS
@@ -18,9 +19,7 @@ from triton_openai.parsers.tools.tolerant.state import MAX_DEPTH
 from triton_openai.parsers.tools.tolerant.tagged import TagReader
 from triton_openai.parsers.tools.tolerant.values import ValueReader
 
-_MAX_HEADER = 400
 _MESSAGE = "<|message|>"
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 #: What stands between the name of a call and its arguments.
 _BEFORE_ARGUMENTS = re.compile(
     r"(?:\s++|\[CALL_ID\]\w{0,64}|\[ARGS\]|<\|tool_call_argument_begin\|>|<｜tool▁sep｜>|<tool_sep(?::\w{1,32})?>|```(?:json)?|<\|channel\|>\w{0,64}+"
@@ -167,10 +166,10 @@ class CallReader(ContextReader):
         if tag is not None and self._tools.has(tag[1]):
             call, end = self._named_call(tag[1], tag.end(), in_tag=True)
             return call, self._after_end_tag(end, tag[1])
-        header = text.find(_MESSAGE, at, at + _MAX_HEADER)
+        header = text.find(_MESSAGE, at, at + MAX_HEADER)
         recipient = None
         if header >= 0:
-            recipient = _RECIPIENT.search(text, at, header)
+            recipient = RECIPIENT.search(text, at, header)
         if recipient is not None:
             return self._named_call(recipient[1], header + len(_MESSAGE))
         word = NAME.match(text, at)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from triton_openai.parsers.tools.json_text import dump
+
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
@@ -35,7 +37,7 @@ def missing_rest(begun: str, arguments: Mapping[str, Any]) -> str | None:
 def _value(begun: str, at: int, value: Any) -> tuple[int, str | None]:
     """Return where *value* ends in *begun*, or what *begun* lacks of it. Raises :class:`_Other` or ``ValueError``."""
     if at >= len(begun):
-        return at, _dump(value)
+        return at, dump(value)
     if isinstance(value, Mapping):
         return _items(begun, at, "{}", list(value.items()))
     if isinstance(value, list):
@@ -57,7 +59,7 @@ def _string(begun: str, at: int, value: str) -> tuple[int, str | None]:
     part = json.loads(begun[at:] + '"', strict=False)
     if not isinstance(part, str) or not value.startswith(part):
         raise _Other
-    return len(begun), _dump(value[len(part) :])[1:]
+    return len(begun), dump(value[len(part) :])[1:]
 
 
 def _items(begun: str, at: int, brackets: str, items: Sequence[_Item]) -> tuple[int, str | None]:
@@ -74,7 +76,7 @@ def _items(begun: str, at: int, brackets: str, items: Sequence[_Item]) -> tuple[
         if key is not None:
             at, lacking = _key(begun, at, key)
             if lacking is not None:
-                return at, lacking + _dump(value) + ending
+                return at, lacking + dump(value) + ending
         at, lacking = _value(begun, at, value)
         if lacking is not None:
             return at, lacking + ending
@@ -88,7 +90,7 @@ def _items(begun: str, at: int, brackets: str, items: Sequence[_Item]) -> tuple[
 
 def _key(begun: str, at: int, key: str) -> tuple[int, str | None]:
     """Return the position after *key* and its colon, or what *begun* lacks of them."""
-    name = _dump(key)
+    name = dump(key)
     written = _STRING.match(begun, at)
     if written is None:
         if not name.startswith(begun[at:]):
@@ -122,9 +124,5 @@ def _following(items: Sequence[_Item]) -> str:
 
 def _member(key: str | None, value: Any) -> str:
     if key is None:
-        return _dump(value)
-    return f"{_dump(key)}: {_dump(value)}"
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+        return dump(value)
+    return f"{dump(key)}: {dump(value)}"
