@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
@@ -71,10 +71,10 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: Sequence[CompletionChoice]
-    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
-    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
+    usage: UsageObject | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 async def create(service: Service, call: Call[CompletionRequest]) -> Reply:
@@ -136,7 +136,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             created=now(),
             model=body.model,
             choices=encode_each(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of(runs, n=spec.n) or msgspec.UNSET,
+            usage=usage_of(runs, n=spec.n) or UNSET,
             system_fingerprint=model.fingerprint,
         )
 
@@ -243,8 +243,8 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     else:
         text = ""
     logprobs: CompletionLogprobs | None = None
-    scores: Any = msgspec.UNSET
-    ids: Any = msgspec.UNSET
+    scores: Any = UNSET
+    ids: Any = UNSET
     size = len(text)
     if body.echo and body.logprobs is not None:
         logprobs = _encode_logprobs(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
@@ -286,7 +286,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
             logprobs = own
         else:
             logprobs = joined(logprobs, own)
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
     if body.return_token_ids:
         token_ids = answer.token_ids
     return CompletionChoice(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import errors, offload
 from triton_openai.api.bodies import (
@@ -73,10 +73,10 @@ class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-def input_usage(tokens: int | None) -> InputUsage | msgspec.UnsetType:
+def input_usage(tokens: int | None) -> InputUsage | UnsetType:
     """Return the usage, left out if the tokens are not known."""
     if tokens is None:
-        return msgspec.UNSET
+        return UNSET
     return InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
@@ -86,7 +86,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[Embedding]
     model: str
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
 
 
 async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
@@ -234,7 +234,7 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """One document's relevance."""
 
     index: int
-    document: Document | msgspec.UnsetType = msgspec.UNSET
+    document: Document | UnsetType = UNSET
     relevance_score: float
 
 
@@ -243,7 +243,7 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
     results: Sequence[RerankResult]
 
 
@@ -261,7 +261,7 @@ async def rerank(service: Service, call: Call[RerankRequest]) -> Reply:
     ranked = sorted(range(len(documents)), key=result.scores.__getitem__, reverse=True)
     results = []
     for index in ranked[: body.top_n or None]:
-        document: Document | msgspec.UnsetType = msgspec.UNSET
+        document: Document | UnsetType = UNSET
         if body.return_documents is not False:
             document = Document(text=documents[index])
         results.append(RerankResult(index=index, document=document, relevance_score=result.scores[index]))
@@ -294,7 +294,7 @@ class ListOf(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     created: int
     model: str
     data: Sequence[_T]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
@@ -28,19 +28,19 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
-_Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
+_Unread: TypeAlias = msgspec.Raw | UnsetType
 
 
 def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields without influence on the answer: documented or in common use, never decoded."""
     accepted = Annotated[_Unread, Meta(description="Accepted, and without influence on the answer.")]
-    return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
+    return _with_fields([(name, accepted, UNSET) for name in names])
 
 
 def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
     meta = Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True})
-    return _with_fields([(name, Annotated[_Unread, meta], msgspec.UNSET) for name in names])
+    return _with_fields([(name, Annotated[_Unread, meta], UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -114,7 +114,7 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
     ignored = []
     for name in ignorable(type(request)):
         raw = getattr(request, name)
-        if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
+        if raw is not UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
             ignored.append(name)
     return ignored
 

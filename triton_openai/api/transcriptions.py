@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.recognition import TranscriptionOptions
@@ -159,13 +159,13 @@ class LogprobObject(msgspec.Struct, frozen=True, kw_only=True):
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; the format "verbose_json" has all fields. ``language`` is an English name."""
 
-    task: Literal["transcribe", "translate"] | msgspec.UnsetType = msgspec.UNSET
-    language: str | msgspec.UnsetType = msgspec.UNSET
-    duration: float | msgspec.UnsetType = msgspec.UNSET
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
     text: str
-    segments: Sequence[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
-    words: Sequence[WordObject] | msgspec.UnsetType = msgspec.UNSET
-    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
+    segments: Sequence[SegmentObject] | UnsetType = UNSET
+    words: Sequence[WordObject] | UnsetType = UNSET
+    logprobs: Sequence[LogprobObject] | UnsetType = UNSET
     usage: DurationUsage
 
 
@@ -173,9 +173,9 @@ class TranscriptEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a stream: a piece of the text, and at the end all of it."""
 
     type: Literal["transcript.text.delta", "transcript.text.done"]
-    delta: str | msgspec.UnsetType = msgspec.UNSET
-    text: str | msgspec.UnsetType = msgspec.UNSET
-    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: Sequence[LogprobObject] | UnsetType = UNSET
 
 
 async def transcribe(service: Service, call: Call[Form]) -> Reply:
