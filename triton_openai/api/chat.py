@@ -153,7 +153,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["chat.completion"] = msgspec.field(name="object", default="chat.completion")
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: Sequence[ChatChoice]
@@ -215,7 +215,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """One event of a stream. ``usage`` is there on request: null but for the last chunk, which has no choices."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = msgspec.field(name="object")
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: Sequence[ChatChunkChoice]

@@ -86,7 +86,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["text_completion"] = msgspec.field(name="object", default="text_completion")
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: Sequence[CompletionChoice]

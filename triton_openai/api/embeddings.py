@@ -61,7 +61,7 @@ class EmbeddingsRequest(InputRequest, kw_only=True):
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """One vector, as numbers or as base64 text."""
 
-    object: Literal["embedding"] = msgspec.field(name="object", default="embedding")
+    object: Literal["embedding"] = "embedding"
     index: int
     embedding: Sequence[float] | str
 
@@ -83,7 +83,7 @@ def input_usage(tokens: int | None) -> InputUsage | UnsetType:
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     data: Sequence[Embedding]
     model: str
     usage: InputUsage | UnsetType = UNSET
@@ -290,7 +290,7 @@ class ListOf(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
     id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: Sequence[_T]
@@ -301,7 +301,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of one pair."""
 
     index: int
-    object: Literal["score"] = msgspec.field(name="object", default="score")
+    object: Literal["score"] = "score"
     score: float
 
 

@@ -65,7 +65,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["model"] = msgspec.field(name="object", default="model")
+    object: Literal["model"] = "model"
     created: int
     owned_by: str = "triton"
     root: str | UnsetType = UNSET
@@ -121,7 +121,7 @@ class AgentModel(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """All models. ``models`` is there for Codex CLI, which sends its version as ``client_version``."""
 
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     data: Sequence[ModelObject]
     models: Sequence[AgentModel] | UnsetType = UNSET
 

@@ -278,7 +278,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """A response. What was asked for is told with the values that were used."""
 
     id: str
-    object: Literal["response"] = msgspec.field(name="object", default="response")
+    object: Literal["response"] = "response"
     created_at: int
     conversation: Mapping[str, str] | None = None
     status: ResponseStatus = "in_progress"
@@ -316,7 +316,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
     """The user's messages, and last an item of the type ``compaction``, whose ``encrypted_content`` is the summary."""
 
     id: str
-    object: Literal["response.compaction"] = msgspec.field(name="object", default="response.compaction")
+    object: Literal["response.compaction"] = "response.compaction"
     created_at: int
     output: Sequence[Item]
     usage: ResponseUsage
@@ -325,7 +325,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 class InputTokens(msgspec.Struct, kw_only=True):
     """How many tokens an input has."""
 
-    object: Literal["response.input_tokens"] = msgspec.field(name="object", default="response.input_tokens")
+    object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
@@ -333,9 +333,7 @@ class Deleted(msgspec.Struct, kw_only=True):
     """The answer to a deletion; ``object`` says of what."""
 
     id: str
-    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"] = msgspec.field(
-        name="object"
-    )
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"]
     deleted: bool = True
 
 
