@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
-import msgspec
 import structlog
 from aiohttp import web
+from msgspec.structs import replace
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import NO_KEY, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
@@ -220,11 +220,11 @@ def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> Api
     if key is None:
         key = ApiKey(name=tenant)
     else:
-        key = msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+        key = replace(key, name=f"{key.name}/{tenant}")
     if key.limit != RateLimit():
         return key
     limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
-    return msgspec.structs.replace(key, limit=limit)
+    return replace(key, limit=limit)
 
 
 AUTHORIZER: web.AppKey[Authorizer] = web.AppKey("authorizer", Authorizer)

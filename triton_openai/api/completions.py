@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
@@ -176,7 +177,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         )
     if context.service.settings.api.strict_parameters:
         return spec
-    return msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+    return replace(spec, limit=replace(spec.limit, open=True))
 
 
 def _filled(
@@ -260,7 +261,7 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
 
 
 def _encode_logprobs(logprobs: CompletionLogprobs) -> CompletionLogprobs:
-    return msgspec.structs.replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
+    return replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
 
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:

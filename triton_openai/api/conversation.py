@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import structlog
 from msgspec import Meta
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import media_of, rendered_chat
@@ -202,7 +203,7 @@ class Conversation(msgspec.Struct):
         """Leave out all messages but those with these *numbers*."""
         self.messages = [self.messages[number] for number in numbers]
         origins = [self.origins.message(number) for number in numbers]
-        self.origins = msgspec.structs.replace(self.origins, messages=origins)
+        self.origins = replace(self.origins, messages=origins)
 
     def json_texts(self) -> Iterator[tuple[str, Any]]:
         """Yield the texts that hold JSON, each with the client's path."""
@@ -338,7 +339,7 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         guide = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
         spec = _with(spec, guide=guide)
     if fitting:
-        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+        spec = replace(spec, limit=replace(spec.limit, open=True))
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, prompter)
     max_thinking = None
@@ -385,7 +386,7 @@ def _with_budget(
         report_ignored(context.record, [conversation.origins.name(name)])
         return spec
     if "thinking_token_budget" in adapter.supported:
-        return _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, thinking_token_budget=tokens))
+        return _with(spec, sampling=replace(spec.template.sampling, thinking_token_budget=tokens))
     can_call = conversation.tools.mode == "auto" and parsers.tools is not None
     ending = ""
     if parsers.reasoning is not None and not (images and adapter.capabilities.images_as_turn):
@@ -410,7 +411,7 @@ def _with_budget(
     )
     # What comes as a whole cannot be ended on its way.
     spec = _with(spec, times_tokens=True)
-    return msgspec.structs.replace(spec, thinking_budget=budget)
+    return replace(spec, thinking_budget=budget)
 
 
 async def _with_media(
@@ -457,10 +458,10 @@ def _spec(
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if options.thinking_token_budget is not None:
         # What becomes of it is decided when the prompt is there.
-        options = msgspec.structs.replace(options, thinking_token_budget=None)
+        options = replace(options, thinking_token_budget=None)
     if forced:
         # The call wins, as in vLLM's server: a format is that of an answer in text.
-        options = msgspec.structs.replace(options, response_format=None)
+        options = replace(options, response_format=None)
     spec = spec_of(context, options, answer_id, prompter, n=options.n or 1, keeps_special=False, origins=origins)
     if forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
@@ -476,13 +477,13 @@ def _spec(
         )
     supported = model.adapter.supported
     if (plan.mode != "none" or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in supported:
-        spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
+        spec = _with(spec, sampling=replace(spec.template.sampling, skip_special_tokens=False))
     return spec
 
 
 def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
     """Return *spec* with other *fields* of its generations."""
-    return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
+    return replace(spec, template=replace(spec.template, **fields))
 
 
 def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:

@@ -243,7 +243,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     reason: str | UnsetType = UNSET
     if problem is not None:
         reason = public_reason(problem) or "it cannot be served"
-    loaded = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
+    loaded = replace(describe(service.models, name), served=problem is None, reason=reason)
     if service.fleet.leasing.single is None:
         states = {}
         for member in service.fleet.members.values():
@@ -251,7 +251,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
                 states[member.name] = "ready"
             else:
                 states[member.name] = "not ready"
-        loaded = msgspec.structs.replace(loaded, endpoints=states)
+        loaded = replace(loaded, endpoints=states)
     return json_reply(loaded)
 
 
@@ -361,7 +361,7 @@ async def _answer_probe(
     kind = model.jobs[0]
     job = kind(id=record.request_id, **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
-        job = msgspec.structs.replace(job, voice=model.voices.default_voice())
+        job = replace(job, voice=model.voices.default_voice())
     if not isinstance(job, Generation):
         await run_job(upstream, model, job, timeout=timeout)
         return
@@ -399,7 +399,7 @@ async def status(service: Service, call: Call[None]) -> Reply:
         if visible is None:
             continue
         if line.name in silent:
-            visible = msgspec.structs.replace(visible, state="does not answer")
+            visible = replace(visible, state="does not answer")
         lines.append(visible)
     answer = Status(
         triton=snapshot.server or UNSET,
@@ -419,7 +419,7 @@ def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
     names = list(filter(key.allows, (line.name, *line.aliases, *line.loras)))
     if not names:
         return None
-    return msgspec.structs.replace(
+    return replace(
         line,
         name=names[0],
         state=public_reason(line.state) or "not ready",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.recognition import TranscriptionOptions
@@ -299,7 +300,7 @@ async def _answer(
     if body.temperature and not _recognition(context).temperature:
         report_ignored(context.record, ["temperature"])
     else:
-        job = msgspec.structs.replace(job, temperature=body.temperature)
+        job = replace(job, temperature=body.temperature)
     if body.prompt:
         _check_prompt(context, "prompt")
     await asyncio.to_thread(require_audio)
@@ -332,7 +333,7 @@ async def _transcribed(
     )
     stream = getattr(body, "stream", False)
     options = TranscriptionOptions(
-        job=msgspec.structs.replace(job, language=job.language or recognition.language),
+        job=replace(job, language=job.language or recognition.language),
         languages=languages,
         words=_wants_words(body),
         live=stream and context.model.adapter.capabilities.streaming,
@@ -377,7 +378,7 @@ async def _events(transcription: Transcription, recording: Recording, *, logprob
             yield data_event(encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
     done = TranscriptEvent(type="transcript.text.done", text=transcription.text)
     if logprobs:
-        done = msgspec.structs.replace(done, logprobs=_logprobs(transcription))
+        done = replace(done, logprobs=_logprobs(transcription))
     yield data_event(encode(done))
 
 
@@ -418,7 +419,7 @@ def _rendered(
             usage=usage,
         )
         if "segment" in granularities or not granularities:
-            verbose = msgspec.structs.replace(
+            verbose = replace(
                 verbose,
                 segments=[
                     _segment(number, segment, recording.seconds, unknown) for number, segment in enumerate(segments)
@@ -426,7 +427,7 @@ def _rendered(
             )
         if "word" in granularities:
             words = [_word(word, recording.seconds) for word in transcription.words]
-            verbose = msgspec.structs.replace(verbose, words=words)
+            verbose = replace(verbose, words=words)
         return json_reply(verbose)
     if form == "srt":
         point = ","

@@ -9,6 +9,7 @@ from secrets import token_hex
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import errors, offload
 from triton_openai.answer.run import Run
@@ -92,7 +93,7 @@ async def prewarm(service: Service, call: Call[ResponsesRequest], recent: Recent
     made.response.completed_at = now()
     await made.finalize()
     recent.put(made)
-    begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
+    begun = replace(made.response, status="in_progress", completed_at=None)
     headers = call.record.answer_headers()
     created = response_event("response.created", 0, JSON_LINES, response=begun, headers=headers)
     return created + terminal_events(made.response, 1, framing=JSON_LINES, headers=headers)
@@ -305,8 +306,8 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
         async with AsyncExitStack() as stack:
             stack.callback(record.free_memory)
             # Its events are stored as they come, whether or not its client asks for a stream.
-            limits = msgspec.structs.replace(context.limits, times_tokens=True)
-            own = msgspec.structs.replace(context, record=record, limits=limits)
+            limits = replace(context.limits, times_tokens=True)
+            own = replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(_prepare_for_later, request=request, answer_id=made.response.id)
             prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)
