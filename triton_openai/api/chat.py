@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import offload
 from triton_openai.answer.run_group import Collected, answers_cost, collect
-from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, new_id, now, report_ignored
+from triton_openai.api.bodies import MAX_MESSAGES, Positive, encode, encode_each, new_id, now, report_ignored
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
     ChatOptions,
@@ -57,7 +57,7 @@ class ChatRequest(ChatOptions, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     verbosity: Verbosity | None = None
     store: bool | None = None
     metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None

@@ -17,7 +17,7 @@ from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
 from triton_openai.answer.run_group import Collected, answers_cost, collect
-from triton_openai.api.bodies import encode, encode_each, json_reply_of, new_id, now, separated
+from triton_openai.api.bodies import NotNegative, encode, encode_each, json_reply_of, new_id, now, separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -27,7 +27,7 @@ from triton_openai.api.logprobs import (
     narrowed,
     prompt_logprobs,
 )
-from triton_openai.api.parameters import GenerationOptions, completing
+from triton_openai.api.parameters import Alternatives, GenerationOptions, completing
 from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
 from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject, usage_of
@@ -50,8 +50,8 @@ class CompletionRequest(GenerationOptions, kw_only=True):
 
     # Null beside vLLM's prompt_embeds, which are refused by their own name.
     prompt: str | list[str | int | list[int]] | None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_tokens: NotNegative | None = None
+    logprobs: Alternatives | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     suffix: str | None = None

@@ -25,7 +25,7 @@ from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
 from triton_openai.api.bodies import MAX_ITEMS, converted, decoded_arguments, report_ignored, report_repaired
 from triton_openai.api.media_limits import media_reservation
-from triton_openai.api.parameters import GenerationOptions
+from triton_openai.api.parameters import Alternatives, GenerationOptions, Limit
 from triton_openai.api.service import RequestContext, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
@@ -53,7 +53,7 @@ class ChatOptions(GenerationOptions, kw_only=True):
     """Options of a chat's answer and of its prompt. Each may be null."""
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     reasoning_effort: str | None = None
     think: (
         Annotated[bool | str, Meta(description="Ollama's name for whether, or how much, the model thinks.")] | None
@@ -162,16 +162,15 @@ class ChatOptions(GenerationOptions, kw_only=True):
         return "top_logprobs", count
 
 
-_Budget = Annotated[int, Meta(ge=-1)] | None
 _Thinking = msgspec.defstruct(
-    "_Thinking", [("type", str | bool | None, None), *((name, _Budget, None) for name in BUDGET_NAMES)]
+    "_Thinking", [("type", str | bool | None, None), *((name, Limit | None, None) for name in BUDGET_NAMES)]
 )
 
 
 class _Reasoning(msgspec.Struct):
     effort: str | bool | None = None
     enabled: str | bool | None = None
-    max_tokens: _Budget = None
+    max_tokens: Limit | None = None
     exclude: bool | None = None
 
 

@@ -20,6 +20,8 @@ from triton_openai import errors, offload
 from triton_openai.api.bodies import (
     MAX_ITEMS,
     ModelRequest,
+    NotNegative,
+    Positive,
     encode_each,
     json_reply,
     json_reply_of,
@@ -27,7 +29,15 @@ from triton_openai.api.bodies import (
     now,
     separated,
 )
-from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
+from triton_openai.api.parameters import (
+    Limit,
+    TruncatedRequest,
+    accepting,
+    ignoring,
+    neutral_values,
+    refusing,
+    truncation,
+)
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
 from triton_openai.operations import Call, Reply
@@ -55,7 +65,7 @@ class EmbeddingsRequest(InputRequest, kw_only=True):
 
     use_activation: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +165,7 @@ Side: TypeAlias = Text | TextList | None
 class ScoringRequest(ModelRequest, kw_only=True):
     """Base of both requests, with what vLLM's server takes beside the texts."""
 
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     use_activation: bool | None = None
 
 
@@ -220,7 +230,7 @@ class RerankRequest(ScoringRequest, kw_only=True):
 
     query: Text
     documents: Text | TextList
-    top_n: Annotated[int, Meta(ge=0)] | None = None
+    top_n: NotNegative | None = None
     return_documents: bool | None = None
 
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, NotNegative, Positive, Share, converted
 from triton_openai.api.guides import Choices, ResponseFormat, Schema, StructuredOutputs, Text
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
@@ -128,7 +128,14 @@ _MAX_STOPS = 4
 # Characters of all stop strings, or of all bad words: each is looked for, or tokenized, by itself.
 _LONGEST_WORDS = 10_000
 
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+#: The ranges of options that several APIs have.
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Factor: TypeAlias = Annotated[float, Meta(gt=0)]
+#: A limit, of which -1 is none.
+Limit: TypeAlias = Annotated[int, Meta(ge=-1)]
+#: How many alternatives to a token are wanted.
+Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 _TokenId = Annotated[int, Meta(ge=0, lt=10**9)]
 # The values are untyped at first: msgspec takes up to 20 us for a float that is typed, and asks us for one that is not.
 _LogitBias = Annotated[
@@ -152,7 +159,7 @@ Verbosity = Literal["low", "medium", "high"]
 class TruncatedRequest(ModelRequest, kw_only=True):
     """Base of the requests whose inputs can be cut."""
 
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     truncation_side: Literal["left", "right"] | None = None
 
 
@@ -160,29 +167,29 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     """Options of an answer in text, for every API that generates it. Each may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Limit | None = None
+    min_p: Share | None = None
+    min_tokens: NotNegative | None = None
     seed: int | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Factor | None = None
     length_penalty: float | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    thinking_token_budget: Limit | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
     logit_bias: _LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -190,7 +197,7 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
-    priority: Annotated[int, Meta(ge=0)] | None = None
+    priority: NotNegative | None = None
     use_beam_search: bool | None = None
 
     @property

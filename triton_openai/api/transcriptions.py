@@ -11,10 +11,10 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Recognition
@@ -22,7 +22,17 @@ from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.repetition import compression_ratio
 from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.transcription import Transcription
-from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, json_reply, new_id, report_ignored
+from triton_openai.api.bodies import (
+    FileField,
+    FormRequest,
+    Milliseconds,
+    ModelRequest,
+    Share,
+    encode,
+    json_reply,
+    new_id,
+    report_ignored,
+)
 from triton_openai.api.media_limits import Upload, audio_too_large, form_of, max_form_size, receiving_audio
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, Service, begin
@@ -37,8 +47,6 @@ from triton_openai.operations import Call, Form, Reply, Whole
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,9 +57,9 @@ class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     type: Literal["server_vad"]
-    threshold: _Share = 0.5
-    prefix_padding_ms: _Milliseconds = 300
-    silence_duration_ms: _Milliseconds = 200
+    threshold: Share = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 200
 
 
 # How clients name themselves that refuse an answer whose segments have null in place of a number, or lack it. Source:
@@ -68,7 +76,7 @@ class _AudioRequest(FormRequest, kw_only=True):
     prompt: str | None = None
     response_format: _Format = "json"
     #: Ignored by models that take none.
-    temperature: _Share | None = None
+    temperature: Share | None = None
 
 
 # Names of OpenAI's API that would change the answer.
@@ -92,9 +100,9 @@ class TranscriptionRequest(_AudioRequest, kw_only=True):
     stream: bool = False
     chunking_strategy: str | None = None
     chunking_type: Literal["server_vad"] | None = msgspec.field(default=None, name="chunking_strategy[type]")
-    threshold: _Share | None = msgspec.field(default=None, name="chunking_strategy[threshold]")
-    padding: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[prefix_padding_ms]")
-    silence: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
+    threshold: Share | None = msgspec.field(default=None, name="chunking_strategy[threshold]")
+    padding: Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[prefix_padding_ms]")
+    silence: Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
 
 
 # As in the form.
@@ -105,7 +113,7 @@ class TranscriptionLine(ModelRequest, kw_only=True):
     file: str
     prompt: str | None = None
     response_format: _Format = "json"
-    temperature: _Share | None = None
+    temperature: Share | None = None
     language: str | None = None
     languages: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
