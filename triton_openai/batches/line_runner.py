@@ -80,6 +80,10 @@ class LineRunner:
             contents = await self._contents(running, reserved)
             if running.lost or not (contents and reserved):
                 return
+            if not _may_start(running):
+                # It was cancelled while its input was read.
+                await self._mark_stopped(running, [candidate.line.number for candidate in reserved])
+                return
             await self._run_all(running, reserved, contents)
 
     @contextmanager
