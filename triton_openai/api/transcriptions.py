@@ -43,6 +43,7 @@ from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Recording, decoded_size, require_audio
 from triton_openai.media.voice_activity import Pauses
+from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Form, Reply, Whole
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
@@ -251,15 +252,9 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
     _check_times(context)
     _check_include(context)
-    hint = body.prompt or ""
     if body.keywords:
-        _check_prompt(context, "keywords")
-        keywords = ", ".join(body.keywords)
-        if hint:
-            hint = f"{hint} {keywords}"
-        else:
-            hint = keywords
-    recognition = _recognition(context)
+        check_prompt(context.model, "keywords")
+    recognition = recognition_of(context.model)
     supported = recognition.languages
     candidates = [code for code in map(code_of, body.languages) if code in supported]
     language = None
@@ -267,13 +262,14 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
         # Clients send one always, and the model cannot be told.
         report_ignored(context.record, [name for name in ("language", "languages") if getattr(body, name)])
     elif body.language:
-        language = _language(context, body.language, "language")
+        language = language_code(context.model, body.language, "language")
     elif candidates and not recognition.token_ids:
         # The model cannot choose among them.
         language = candidates[0]
     elif body.languages and not candidates:
-        language = _language(context, body.languages[0], "languages")
-    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
+        language = language_code(context.model, body.languages[0], "languages")
+    prompt = prompt_of(body.prompt, body.keywords)
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=prompt)
     return await _answer(context, upload, job, pauses=_pauses(body), languages=candidates)
 
 
@@ -305,12 +301,12 @@ async def _answer(
         raise UnsupportedParameter(
             "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
         )
-    if body.temperature and not _recognition(context).temperature:
+    if body.temperature and not recognition_of(context.model).temperature:
         report_ignored(context.record, ["temperature"])
     else:
         job = replace(job, temperature=body.temperature)
     if body.prompt:
-        _check_prompt(context, "prompt")
+        check_prompt(context.model, "prompt")
     await asyncio.to_thread(require_audio)
     if len(body.file.content) > limits.max_file_size:
         raise audio_too_large(limits.max_file_size)
@@ -327,7 +323,7 @@ async def _transcribed(
 ) -> Reply:
     body = context.body
     limits = context.service.settings.audio
-    recognition = _recognition(context)
+    recognition = recognition_of(context.model)
     # What follows a window is there before the next one is cut.
     longest = recognition.max_seconds * max(limits.parallel_chunks, 2)
     await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
@@ -493,19 +489,25 @@ def _line(segment: Segment) -> str:
     return " ".join(segment.text.split()).replace("-->", "->")
 
 
-def _recognition(context: RequestContext[Any]) -> Recognition:
-    recognition = context.model.adapter.capabilities.recognition
+def recognition_of(model: ServedModel) -> Recognition:
+    """Return how *model*, which recognizes speech, takes it."""
+    recognition = model.adapter.capabilities.recognition
     assert recognition is not None, "the model takes the job"
     return recognition
 
 
-def _language(context: RequestContext[Any], name: str, param: str) -> str:
-    """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
+def prompt_of(prompt: str | None, keywords: Sequence[str]) -> str | None:
+    """Return the prompt for a recognizer that has the *keywords* too; ``None`` for none."""
+    return " ".join(filter(None, (prompt, ", ".join(keywords)))) or None
+
+
+def language_code(model: ServedModel, name: str, param: str) -> str:
+    """Return the code of the language *name*. Raises :class:`InvalidRequest` if *model* does not take it."""
     code = code_of(name)
-    codes = _recognition(context).languages
+    codes = recognition_of(model).languages
     if code not in codes:
         raise InvalidRequest(
-            f"The model '{context.model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
+            f"The model '{model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
             param=param,
             code="invalid_language",
         )
@@ -524,7 +526,7 @@ def _wants_logprobs(body: Any) -> bool:
 def _check_times(context: RequestContext[TranscriptionRequest]) -> None:
     """Raise :class:`UnsupportedParameter` for times of words where there is nothing to place words by."""
     body = context.body
-    recognition = _recognition(context)
+    recognition = recognition_of(context.model)
     if body.timestamp_granularities and body.response_format != "verbose_json":
         report_ignored(context.record, ["timestamp_granularities"])
     if _wants_words(body) and not (recognition.words or recognition.segments):
@@ -544,7 +546,7 @@ def _check_include(context: RequestContext[TranscriptionRequest]) -> None:
         raise InvalidValue(f"'include' takes 'logprobs', not '{unknown[0][:50]}'.", "include")
     if not _wants_logprobs(body):
         return
-    if not _recognition(context).logprobs:
+    if not recognition_of(context.model).logprobs:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' returns no probabilities. If it does, its operator has to describe them "
             "('outputs.logprobs').",
@@ -554,11 +556,11 @@ def _check_include(context: RequestContext[TranscriptionRequest]) -> None:
         raise InvalidValue("'include' goes with the format 'json' only.", "include")
 
 
-def _check_prompt(context: RequestContext[Any], param: str) -> None:
-    if not _recognition(context).prompt:
+def check_prompt(model: ServedModel, param: str) -> None:
+    """Raise :class:`UnsupportedParameter`, about *param*, if *model* takes no prompt."""
+    if not recognition_of(model).prompt:
         raise UnsupportedParameter(
-            f"The model '{context.model.name}' takes no prompt. If it does, its operator has to configure it "
-            "('audio.prompt').",
+            f"The model '{model.name}' takes no prompt. If it does, its operator has to configure it ('audio.prompt').",
             param=param,
         )
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec.structs import asdict
+
 from triton_openai.access.authorizer import Entered
 from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.realtime.events import TranscriptionSettings, error_body, server_event
 from triton_openai.api.realtime.input_audio import InputAudio
-from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of, recognition_of
+from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of
 from triton_openai.api.service import Service, begin
+from triton_openai.api.transcriptions import recognition_of
 from triton_openai.errors import ServiceError, ServiceOverloaded
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, NoStream, Operation
@@ -172,7 +175,7 @@ class Turns:
         async def work(entered: Entered) -> None:
             call: Call[TurnRequest] = Call(
                 self._operation,
-                TurnRequest.of(settings),
+                TurnRequest(**asdict(settings)),
                 entered.key,
                 record,
                 NoStream(),
