@@ -54,13 +54,9 @@ _REPEATED = (
 _MESSAGES = "input"
 
 
-async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
+async def create(service: Service, call: Call[ResponsesRequest], recent: RecentLane | None = None) -> Reply:
     """Answer with a response."""
-    return await respond(service, call)
-
-
-async def respond(service: Service, call: Call[ResponsesRequest], recent: RecentLane | None = None) -> Reply:
-    """Answer with a response, which may go on from one of the *recent* responses of its connection."""
+    # Over a WebSocket, it may go on from one of the recent responses of the connection.
     context = await begin(service, call, read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:

@@ -24,7 +24,7 @@ from triton_openai.access.authorizer import Entered
 from triton_openai.answer.run import Run
 from triton_openai.answer.run_group import RunGroup
 from triton_openai.api.bodies import decode_json, encode
-from triton_openai.api.responses.create import prewarm, respond
+from triton_openai.api.responses.create import create, prewarm
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.stored import RecentResponses
 from triton_openai.api.service import Service
@@ -193,7 +193,7 @@ class ResponsesSession(CallSession):
         if request.generate is False:
             await output.send(await prewarm(service, call, recent))
         else:
-            await respond(service, call, recent)
+            await create(service, call, recent)
 
     def error_frame(self, error: errors.ServiceError, headers: Mapping[str, str]) -> bytes:
         # The fields of OpenAI's event, and the headers as Codex CLI reads them.
