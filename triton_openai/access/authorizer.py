@@ -105,17 +105,14 @@ class Authorizer:
 
         Raises :class:`InvalidApiKey`, and :class:`InvalidRequest` for a name of a tenant that cannot be logged.
         """
-        ring = self.keys.ring
+        key = None
+        if self.keys.ring is not None:
+            key = identify(headers, self.keys.ring)
         gateway = self.gateway
-        if ring is None:
-            key = None
-        else:
-            key = identify(headers, ring)
         if gateway is None:
-            tenant = ""
-        else:
-            tenant = gateway_header(headers, "fairness-id")
-        if gateway is None or not tenant:
+            return key
+        tenant = gateway_header(headers, "fairness-id")
+        if not tenant:
             return key
         if not _TENANT.fullmatch(tenant):
             raise InvalidRequest("The gateway's fairness id must have 1 to 128 printable ASCII characters.")
