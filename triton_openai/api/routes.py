@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from triton_openai import __version__, errors
-from triton_openai.access.keys import COUNTED, Restrictions
+from triton_openai.access.keys import INFERENCE_GROUPS, Restrictions
 from triton_openai.api import (
     chat,
     classify,
@@ -174,7 +174,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             read = {IGNORED_HEADER: _IGNORED}
         if operation.label == "chat":
             read[REPAIRED_HEADER] = _REPAIRED
-        headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
+        headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in INFERENCE_GROUPS else {})}
         summary, _, more = prose(operation.function.__doc__).partition("\n\n")
         partly = {}
         if operation.media and not operation.jobs:
@@ -248,7 +248,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
         (True, (errors.ServiceError, errors.UpstreamUnavailable)),
         (keys and group != "health", (errors.InvalidApiKey,)),
         (keys and group == "metrics", (errors.KeyNotSufficient,)),
-        (keys and group in COUNTED, (errors.RateLimited,)),
+        (keys and group in INFERENCE_GROUPS, (errors.RateLimited,)),
         (restricted, (errors.ApiRestricted,)),
         (body is not None, _READ),
         (body is not None and issubclass(body, ModelRequest), _MODEL),
@@ -261,7 +261,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
 def _groups_needed(operation: Operation) -> Collection[ApiGroup]:
     """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
     if operation.function in NEEDS_LINE_GROUPS:
-        return {operation.group, *COUNTED}
+        return {operation.group, *INFERENCE_GROUPS}
     return {operation.group}
 
 
