@@ -37,8 +37,8 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
     return ""
 
 
-class Entered(NamedTuple):
-    """A call that may run."""
+class AuthorizedCall(NamedTuple):
+    """A call that may run, with its key."""
 
     #: ``NO_KEY`` where no key is asked for.
     key: ApiKey
@@ -154,9 +154,9 @@ class Authorizer:
             name = key.name
         SHARING_KEY.set(name)
 
-    async def enter(
+    async def authorize(
         self, headers: CIMultiDictProxy[str], group: RouteGroup | None, record: RequestRecord, *, counted: bool
-    ) -> Entered:
+    ) -> AuthorizedCall:
         """
         Return the key of a call for *group* and what it uses of the key's limits, if it is *counted*.
 
@@ -166,16 +166,16 @@ class Authorizer:
         key = self.authenticate(headers, group)
         self.set_sharing_key(key)
         if key is None:
-            return Entered(NO_KEY, None)
+            return AuthorizedCall(NO_KEY, None)
         record.key = key.name
         record.key_digest = key.digest
         if not counted or not key.limit.limits_live_requests:
-            return Entered(key, None)
+            return AuthorizedCall(key, None)
         reservation = await self.admit(key)
         record.headers = {**record.headers, **reservation.headers}
         if reservation.refusal is not None:
             raise reservation.refusal
-        return Entered(key, reservation)
+        return AuthorizedCall(key, reservation)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""

@@ -79,10 +79,10 @@ def _middleware(app: web.Application) -> Middleware:
                 response = cors.preflight(request)
             if response is None:
                 counted = group in INFERENCE_GROUPS and request.method == "POST"
-                entered = await authorizer.enter(request.headers, group, record, counted=counted)
-                request[KEY] = entered.key
-                if entered.reservation is not None:
-                    request[RESERVATION] = entered.reservation
+                authorized = await authorizer.authorize(request.headers, group, record, counted=counted)
+                request[KEY] = authorized.key
+                if authorized.reservation is not None:
+                    request[RESERVATION] = authorized.reservation
                 try:
                     response = await handler(request)
                 except web.HTTPException as error:

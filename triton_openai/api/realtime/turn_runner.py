@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from triton_openai.access.authorizer import Entered
+from triton_openai.access.authorizer import AuthorizedCall
 from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.realtime.events import TranscriptionSettings, error_body, server_event
 from triton_openai.api.realtime.input_audio import InputAudio
@@ -172,15 +172,15 @@ class Turns:
         async def on_delta(delta: str) -> None:
             await self._send(f"{_PREFIX}.delta", **part, delta=delta)
 
-        async def work(entered: Entered) -> None:
+        async def work(authorized: AuthorizedCall) -> None:
             call: Call[TurnRequest] = Call(
                 self._operation,
                 TurnRequest(**asdict(settings)),
-                entered.key,
+                authorized.key,
                 record,
                 NoStream(),
                 headers=self._session.opening.headers,
-                reservation=entered.reservation,
+                reservation=authorized.reservation,
             )
             async with counting_audio(self._service, call):
                 try:
