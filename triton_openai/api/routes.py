@@ -151,68 +151,23 @@ def describe(settings: Settings) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
+        form = _error_form(operation)
         failures: dict[int, dict[str, Any]] = {}
-        if operation.anthropic:
-            form = "Anthropic"
-        elif operation.shared is not None:
-            form = "Either"
-        else:
-            form = ""
         for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
+            status = kind.status
             if operation.anthropic:
                 status = anthropic_status(kind)
-            else:
-                status = kind.status
             raised.setdefault((form, status), {})[kind] = None
             failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
-        if operation.request is None:
-            read = {}
-        else:
-            read = {IGNORED_HEADER: _IGNORED}
-        if operation.label == "chat":
-            read[REPAIRED_HEADER] = _REPAIRED
-        headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in INFERENCE_GROUPS else {})}
-        summary, _, more = prose(operation.function.__doc__).partition("\n\n")
-        partly = {}
-        if operation.media and not operation.jobs:
-            partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
-            partly["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
-            partly["416"] = {**partly["206"], "description": "The file has no such part."}
-        described: dict[str, Any] = {
-            "operationId": operation.name,
-            "tags": [operation.group],
-            "summary": summary,
-            **({"description": more} if more else {}),
-            "responses": {
-                "200": {**_content(operation), "headers": headers},
-                **partly,
-                **{str(status): failures[status] for status in sorted(failures)},
-            },
-        }
-        if keys:
-            # Any one of them is enough.
-            if operation.group == "health":
-                described["security"] = []
-            else:
-                described["security"] = [{name: []} for name in _SCHEMES]
-        if operation.request is not None:
-            is_form = operation.body_kind is BodyKind.FORM
-            if is_form:
-                media_type = "multipart/form-data"
-            else:
-                media_type = "application/json"
-            content = {media_type: {"schema": _schema(operation.request)}}
-            described["requestBody"] = {"required": True, "content": content}
+        described = _described(operation, failures, keys=keys)
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
+            one = {**described, "parameters": list(_parameters(operation, path, settings))}
             if _at_azure(operation, path):
-                servers = {"servers": [{"url": "/"}, {"url": _AZURE}]}
-            else:
-                servers = {}
-            one = {**described, **servers, "parameters": list(_parameters(operation, path, settings))}
+                one["servers"] = [{"url": "/"}, {"url": _AZURE}]
             if number:
                 one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
                 one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
@@ -239,6 +194,54 @@ def describe(settings: Settings) -> dict[str, Any]:
             **({"securitySchemes": _SCHEMES} if keys else {}),
         },
     }
+
+
+def _error_form(operation: Operation) -> str:
+    """Return the name of the form that the errors of *operation* have."""
+    if operation.anthropic:
+        return "Anthropic"
+    if operation.shared is not None:
+        return "Either"
+    return ""
+
+
+def _described(operation: Operation, failures: Mapping[int, Any], *, keys: bool) -> dict[str, Any]:
+    """Return the description of *operation*, with its *failures* by status, for all of its paths."""
+    headers: dict[str, Any] = {**_ALWAYS}
+    if operation.request is not None:
+        headers[IGNORED_HEADER] = _IGNORED
+    if operation.label == "chat":
+        headers[REPAIRED_HEADER] = _REPAIRED
+    if keys and operation.group in INFERENCE_GROUPS:
+        headers |= _RATE_LIMITS
+    responses: dict[str, Any] = {"200": {**_content(operation), "headers": headers}}
+    if operation.media and not operation.jobs:
+        part = {**_content(operation), "headers": _ALWAYS}
+        responses["206"] = {**part, "description": "The part that was asked for."}
+        responses["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
+        responses["416"] = {**part, "description": "The file has no such part."}
+    responses |= {str(status): failures[status] for status in sorted(failures)}
+    summary, _, more = prose(operation.function.__doc__).partition("\n\n")
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "tags": [operation.group],
+        "summary": summary,
+        "responses": responses,
+    }
+    if more:
+        described["description"] = more
+    if keys and operation.group == "health":
+        described["security"] = []
+    elif keys:
+        # Any one of them is enough.
+        described["security"] = [{name: []} for name in _SCHEMES]
+    if operation.request is not None:
+        media_type = "application/json"
+        if operation.body_kind is BodyKind.FORM:
+            media_type = "multipart/form-data"
+        content = {media_type: {"schema": _schema(operation.request)}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
 
 
 def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[type[errors.ServiceError]]:
