@@ -73,18 +73,18 @@ class ChatOptions(GenerationOptions, kw_only=True):
         ]
         | None
     ) = None
-    thinking_budget: Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as Qwen names it.")] | None = None
+    thinking_budget: Annotated[Limit, Meta(description="`thinking_token_budget`, as Qwen names it.")] | None = None
     thinking_budget_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as llama.cpp names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as llama.cpp names it.")] | None
     ) = None
     reasoning_budget: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
     ) = None
     max_thinking_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
     ) = None
     max_reasoning_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as other gateways name it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as other gateways name it.")] | None
     ) = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None

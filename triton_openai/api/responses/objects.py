@@ -47,7 +47,7 @@ class ReasoningOptions(msgspec.Struct):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     max_tokens: (
-        Annotated[int, Meta(ge=-1, description="The most tokens of thinking: an extension of OpenRouter.")] | None
+        Annotated[parameters.Limit, Meta(description="The most tokens of thinking: an extension of OpenRouter.")] | None
     ) = None
 
 
