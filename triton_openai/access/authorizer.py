@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
-import msgspec
 import structlog
 from aiohttp import web
+from msgspec.structs import replace
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import NO_KEY, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
@@ -37,8 +37,8 @@ def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairn
     return ""
 
 
-class Entered(NamedTuple):
-    """A call that may run."""
+class AuthorizedCall(NamedTuple):
+    """A call that may run, with its key."""
 
     #: ``NO_KEY`` where no key is asked for.
     key: ApiKey
@@ -105,17 +105,14 @@ class Authorizer:
 
         Raises :class:`InvalidApiKey`, and :class:`InvalidRequest` for a name of a tenant that cannot be logged.
         """
-        ring = self.keys.ring
+        key = None
+        if self.keys.ring is not None:
+            key = identify(headers, self.keys.ring)
         gateway = self.gateway
-        if ring is None:
-            key = None
-        else:
-            key = identify(headers, ring)
         if gateway is None:
-            tenant = ""
-        else:
-            tenant = gateway_header(headers, "fairness-id")
-        if gateway is None or not tenant:
+            return key
+        tenant = gateway_header(headers, "fairness-id")
+        if not tenant:
             return key
         if not _TENANT.fullmatch(tenant):
             raise InvalidRequest("The gateway's fairness id must have 1 to 128 printable ASCII characters.")
@@ -157,9 +154,9 @@ class Authorizer:
             name = key.name
         SHARING_KEY.set(name)
 
-    async def enter(
+    async def authorize(
         self, headers: CIMultiDictProxy[str], group: RouteGroup | None, record: RequestRecord, *, counted: bool
-    ) -> Entered:
+    ) -> AuthorizedCall:
         """
         Return the key of a call for *group* and what it uses of the key's limits, if it is *counted*.
 
@@ -169,16 +166,16 @@ class Authorizer:
         key = self.authenticate(headers, group)
         self.set_sharing_key(key)
         if key is None:
-            return Entered(NO_KEY, None)
+            return AuthorizedCall(NO_KEY, None)
         record.key = key.name
         record.key_digest = key.digest
         if not counted or not key.limit.limits_live_requests:
-            return Entered(key, None)
+            return AuthorizedCall(key, None)
         reservation = await self.admit(key)
         record.headers = {**record.headers, **reservation.headers}
         if reservation.refusal is not None:
             raise reservation.refusal
-        return Entered(key, reservation)
+        return AuthorizedCall(key, reservation)
 
     async def admit(self, key: ApiKey) -> Reservation:
         """Count a request of *key* as running; the reservation's ``refusal`` is set if the key's limits forbid it."""
@@ -220,11 +217,11 @@ def _of_tenant(key: ApiKey | None, tenant: str, gateway: GatewaySettings) -> Api
     if key is None:
         key = ApiKey(name=tenant)
     else:
-        key = msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+        key = replace(key, name=f"{key.name}/{tenant}")
     if key.limit != RateLimit():
         return key
     limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
-    return msgspec.structs.replace(key, limit=limit)
+    return replace(key, limit=limit)
 
 
 AUTHORIZER: web.AppKey[Authorizer] = web.AppKey("authorizer", Authorizer)

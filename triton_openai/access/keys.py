@@ -237,8 +237,8 @@ KEY: web.RequestKey[ApiKey] = web.RequestKey("api_key", ApiKey)
 NO_KEY = ApiKey(name="")
 
 
-#: Groups whose requests count against what a key may use.
-COUNTED: frozenset[ApiGroup] = frozenset({"inference", "embedding"})
+#: Groups whose requests ask models, and count against the limits of a key.
+INFERENCE_GROUPS: frozenset[ApiGroup] = frozenset({"inference", "embedding"})
 
 #: What a route belongs to: a group, or the page, which is open to everybody.
 RouteGroup: TypeAlias = ApiGroup | Literal["page"]

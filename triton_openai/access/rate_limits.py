@@ -148,20 +148,6 @@ class Account(msgspec.Struct):
         return not (self.running or self.requests.used(now) or self.tokens.used(now))
 
 
-def _spent(limit: RateLimit, now: float, account: Account) -> Iterator[tuple[str, int, int, Minute]]:
-    """
-    Yield the limits per minute that allow no further request: kind, limit, how much is used, and the minute.
-
-    The tokens of running requests count as far as they are expected.
-    """
-    for kind, maximum, minute in _minutes(limit, account):
-        used = minute.used(now)
-        if kind == "tokens":
-            used += account.running * account.expected
-        if used >= maximum:
-            yield kind, maximum, used, minute
-
-
 def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Minute]]:
     """Yield the limits per minute: what they limit, how much of it, and what was used."""
     if limit.requests_per_minute is not None:
@@ -172,19 +158,25 @@ def _minutes(limit: RateLimit, account: Account) -> Iterator[tuple[str, int, Min
 
 def refusal_of(name: str, limit: RateLimit, now: float, account: Account) -> Refusal | None:
     """Return the reason why *limit* forbids another request of the key *name*; ``None`` if it allows one."""
-    spent = list(_spent(limit, now, account))
+    spent = []
     # At least a second: the tokens of running requests are known when those have ended.
     wait = 1.0
-    for _, maximum, _, minute in spent:
-        # Until every limit allows it.
-        wait = max(wait, minute.seconds_until_below(maximum, now))
+    for kind, maximum, minute in _minutes(limit, account):
+        used = minute.used(now)
+        if kind == "tokens":
+            # Those of running requests count as far as they are expected.
+            used += account.running * account.expected
+        if used >= maximum:
+            spent.append((kind, maximum, used))
+            # Until every limit allows it.
+            wait = max(wait, minute.seconds_until_below(maximum, now))
     max_running = limit.concurrent_requests
     if max_running is not None and account.running >= max_running:
         text = f"'{name}' may have {max_running} requests at the same time."
         return Refusal(text, kind="requests", wait=wait)
     if not spent:
         return None
-    kind, maximum, used, _ = spent[0]
+    kind, maximum, used = spent[0]
     text = f"Rate limit reached for '{name}' on {kind} per minute: limit {maximum}, used {used}."
     return Refusal(f"{text} Please try again in {_duration(wait)}.", kind=kind, wait=wait)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, missing
 from triton_openai.media.audio import AudioReference
@@ -85,13 +85,13 @@ async def rendered_chat(
         raise UnsupportedParameter(f"The model's chat template does not take a '{param}'.", param=param)
     if reasoning_effort is not None or switches or request.chat_template_kwargs:
         wishes = {**(switches or {}), **(request.chat_template_kwargs or {})}
-        rendering = msgspec.structs.replace(rendering, variables=template.thinking_variables(wishes, reasoning_effort))
+        rendering = replace(rendering, variables=template.thinking_variables(wishes, reasoning_effort))
     if images:
         image_marks = marks(template, model.settings.image_placeholder, images[0].param)
-        rendering = msgspec.structs.replace(rendering, images=image_marks)
+        rendering = replace(rendering, images=image_marks)
     if audio:
         audio_marks = marks(template, model.settings.audio_placeholder, audio[0].param, "audio")
-        rendering = msgspec.structs.replace(rendering, audio=audio_marks)
+        rendering = replace(rendering, audio=audio_marks)
     return await prompter.render_async(messages, rendering, template), template.name
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest
@@ -42,7 +43,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
             if header in headers:
                 seconds = _seconds(header, headers[header], getattr(limits, name))
                 times_tokens = limits.times_tokens or name != "total"
-                limits = msgspec.structs.replace(limits, times_tokens=times_tokens, **{name: seconds})
+                limits = replace(limits, times_tokens=times_tokens, **{name: seconds})
         return limits
 
     @property
@@ -59,7 +60,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         else:
             total = max(self.total - seconds, _MIN_SECONDS)
         first_token = max(self.first_token - seconds, _MIN_SECONDS)
-        return msgspec.structs.replace(self, first_token=first_token, total=total)
+        return replace(self, first_token=first_token, total=total)
 
 
 def _seconds(header: str, value: str, allowed: float | None) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.adapters._common.base import Adapter, Decoder
@@ -211,7 +212,7 @@ async def score_prompts(
             return _named(tokenizer, generation, ())
         async with gate:
             request = adapter.encode_prompt_logits(generation)
-            responses = await ask(msgspec.structs.replace(request, needed_for=scoring.param))
+            responses = await ask(replace(request, needed_for=scoring.param))
             for response in responses:
                 entries = adapter.decode_prompt_logprobs(response, scoring.count)
                 if entries is not None:
@@ -253,11 +254,11 @@ def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[Token
     for index, number in enumerate(ids):
         entry = named[index]
         if number in pieces.special_ids and not prompt.startswith(entry.token):
-            named[index] = msgspec.structs.replace(entry, hidden=True)
+            named[index] = replace(entry, hidden=True)
             continue
         if number not in pieces.special_ids and pieces.exact:
             # Some tokenizers add a space in front of a text.
             first = pieces.first(number)
-            named[index] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
+            named[index] = replace(entry, token=first.decode("utf-8", "replace"), raw=first)
         break
     return tuple(named)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.budgeted_run import BudgetedRun
@@ -95,15 +96,15 @@ async def prepare(
             if not single:
                 own["id"] = f"{template.id}-{len(runs)}"
             if first is not None:
-                own["sampling"] = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
+                own["sampling"] = replace(prepared.sampling, seed=nth_seed(first, number))
             if template.beams is not None:
                 search = f"{template.id}-{place}"
-                own["beams"] = msgspec.structs.replace(template.beams, index=number, search=search)
+                own["beams"] = replace(template.beams, index=number, search=search)
             new_run: Callable[..., Run] = Run
             if spec.thinking_budget is not None:
                 new_run = partial(BudgetedRun, budget=spec.thinking_budget)
             run = new_run(
-                msgspec.structs.replace(prepared, **own),
+                replace(prepared, **own),
                 adapter=adapter,
                 upstream=upstream,
                 time_limits=time_limits,
@@ -145,7 +146,7 @@ async def generation_of(
         fields = await _id_fields(model, tokenizer, prompt, spec)
     else:
         raise no_tokenizer_error(model)
-    generation = msgspec.structs.replace(
+    generation = replace(
         spec.template,
         lora=model.lora,
         kv_cache_block_size=model.settings.kv_cache_block_size,
@@ -293,10 +294,10 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     else:
         count = await tokenizer.count_async(generation.prompt, adds_bos)
     max_tokens = limit.max_tokens_for(count)
-    sampling = msgspec.structs.replace(generation.sampling, max_tokens=max_tokens)
+    sampling = replace(generation.sampling, max_tokens=max_tokens)
     if (sampling.min_tokens or 0) > max_tokens:
-        sampling = msgspec.structs.replace(sampling, min_tokens=max_tokens)
-    return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
+        sampling = replace(sampling, min_tokens=max_tokens)
+    return replace(generation, sampling=sampling, prompt_tokens=count)
 
 
 def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = "") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -10,6 +12,7 @@ from triton_openai import errors
 from triton_openai.api import batch_output, batches, uploaded_files, uploads
 from triton_openai.api.messages import batch_body, message_batches
 from triton_openai.api.responses.objects import Deleted
+from triton_openai.config.tree import ApiGroup
 from triton_openai.operations import BodyKind, Operation, OperationFunction, Query
 
 _STRING = {"type": "string"}
@@ -42,16 +45,29 @@ _MESSAGES = f"/messages{_BATCH}"
 _Type: TypeAlias = type[msgspec.Struct] | None
 
 
-def _batch(
-    function: OperationFunction, route: str, name: str, request: _Type = None, answer: _Type = None, **more: Any
+def openai_routes(*routes: str) -> tuple[str, ...]:
+    """Return *routes* with and without ``/v1``, for clients whose ``base_url`` lacks it."""
+    return tuple(route.replace(" ", f" {prefix}") for prefix in ("/v1", "") for route in routes)
+
+
+def stored_row(
+    group: ApiGroup,
+    always: Sequence[type[errors.ServiceError]],
+    function: OperationFunction,
+    route: str,
+    name: str,
+    request: _Type = None,
+    answer: _Type = None,
+    *,
+    errors: Sequence[type[errors.ServiceError]] = (),
+    **more: Any,
 ) -> Operation:
-    """Return the row of an operation on files and batches."""
-    more["errors"] = (*_STORED, *more.get("errors", ()))
-    method, path = route.split()
-    # Clients whose base URL lacks /v1 find it, too.
-    return Operation(function, (f"{method} /v1{path}", f"{method} {path}"), name, "batch", request, answer, **more)
+    """Return the row of an operation on what is stored. Its errors are those that there are *always*, and its own."""
+    raised = (*always, *errors)
+    return Operation(function, openai_routes(route), name, group, request, answer, errors=raised, **more)
 
 
+_batch = partial(stored_row, "batch", _STORED)
 #: The rows.
 BATCH_OPERATIONS = (
     _batch(uploaded_files.create, "POST /files", "create_file", uploaded_files.FileUpload, uploaded_files.FileObject,

@@ -10,9 +10,10 @@ from decimal import Decimal
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from triton_openai import json_bytes, offload
 from triton_openai.config.tree import LimitSettings, Settings
@@ -29,6 +30,11 @@ encode = msgspec.json.Encoder().encode
 #: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
 MAX_MESSAGES = 4096
 MAX_ITEMS = 2048
+#: The usual ranges of numbers in requests.
+Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Milliseconds: TypeAlias = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import offload
 from triton_openai.answer.run_group import Collected, answers_cost, collect
-from triton_openai.api.bodies import MAX_MESSAGES, encode, encode_each, new_id, now, report_ignored
+from triton_openai.api.bodies import MAX_MESSAGES, Positive, encode, encode_each, new_id, now, report_ignored
 from triton_openai.api.chat_tools import Function, FunctionChoice, Tool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import (
     ChatOptions,
@@ -57,7 +57,7 @@ class ChatRequest(ChatOptions, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     verbosity: Verbosity | None = None
     store: bool | None = None
     metadata: Annotated[Any, Meta(description="Up to 16 texts of 512 characters, kept with a completion.")] = None
@@ -128,10 +128,10 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
-    function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,28 +153,28 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["chat.completion"] = msgspec.field(name="object", default="chat.completion")
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: Sequence[ChatChoice]
-    usage: UsageObject | msgspec.UnsetType = msgspec.UNSET
+    usage: UsageObject | UnsetType = UNSET
     system_fingerprint: str
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-    metadata: Mapping[str, str] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    metadata: Mapping[str, str] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
     """A piece of a call: the name comes first and whole, then the JSON text of the arguments."""
 
-    name: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | UnsetType = UNSET
     arguments: str
 
 
 class CustomDelta(msgspec.Struct, kw_only=True):
     """A piece of a call of a custom tool: first its name, and at its end the whole text."""
 
-    name: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | UnsetType = UNSET
     input: str
 
 
@@ -182,22 +182,22 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
     """A piece of one of the calls; what opens a call has its id."""
 
     index: int
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
-    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
-    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
     """What a chunk adds to the message; nothing in a choice's last chunk."""
 
-    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
-    refusal: msgspec.UnsetType | None = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: Sequence[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
-    function_call: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: Sequence[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -207,21 +207,21 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
-    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """One event of a stream. ``usage`` is there on request: null but for the last chunk, which has no choices."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = msgspec.field(name="object")
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: Sequence[ChatChunkChoice]
-    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
-    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    usage: UsageObject | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 async def create(service: Service, call: Call[ChatRequest]) -> Reply:
@@ -294,11 +294,11 @@ def _completion(context: RequestContext[Conversation], prepared: PreparedChat, c
     # As they are parsed, reasoning is counted.
     shown: Any = encode_each(choices)
     usage = usage_of(runs, n=prepared.spec.n, reasoning_tokens=reasoning_tokens(prepared.parsers))
-    scores: Any = msgspec.UNSET
+    scores: Any = UNSET
     if options.prompt_logprobs is not None:
         scores = encode_each(prompt_logprobs(runs[0].prompt_logprobs))
         drop_prompt_logprobs(runs)
-    prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_ids: Sequence[int] | UnsetType = UNSET
     if options.return_token_ids:
         prompt_ids = runs[0].generation.prompt_ids or ()
     completion = ChatCompletion(
@@ -306,7 +306,7 @@ def _completion(context: RequestContext[Conversation], prepared: PreparedChat, c
         created=now(),
         model=options.model,
         choices=shown,
-        usage=usage or msgspec.UNSET,
+        usage=usage or UNSET,
         system_fingerprint=context.model.fingerprint,
         prompt_logprobs=scores,
         prompt_token_ids=prompt_ids,
@@ -392,7 +392,7 @@ def chat_choice(
     logprobs = None
     if options.logprobs:
         logprobs = ChatLogprobs(encode_each(chat_logprobs(answer.logprobs).content))
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
     if options.return_token_ids:
         token_ids = answer.token_ids
     return ChatChoice(

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.prepare import GenerationSpec, Prompt
 from triton_openai.answer.run import Run
 from triton_openai.answer.run_group import Collected, answers_cost, collect
-from triton_openai.api.bodies import encode, encode_each, json_reply_of, new_id, now, separated
+from triton_openai.api.bodies import NotNegative, encode, encode_each, json_reply_of, new_id, now, separated
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -26,7 +27,7 @@ from triton_openai.api.logprobs import (
     narrowed,
     prompt_logprobs,
 )
-from triton_openai.api.parameters import GenerationOptions, completing
+from triton_openai.api.parameters import Alternatives, GenerationOptions, completing
 from triton_openai.api.service import RequestContext, Service, begin, runs_of, spec_of
 from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject, usage_of
@@ -49,8 +50,8 @@ class CompletionRequest(GenerationOptions, kw_only=True):
 
     # Null beside vLLM's prompt_embeds, which are refused by their own name.
     prompt: str | list[str | int | list[int]] | None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_tokens: NotNegative | None = None
+    logprobs: Alternatives | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     suffix: str | None = None
@@ -71,10 +72,10 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,12 +87,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["text_completion"] = msgspec.field(name="object", default="text_completion")
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: Sequence[CompletionChoice]
-    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
-    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
+    usage: UsageObject | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 async def create(service: Service, call: Call[CompletionRequest]) -> Reply:
@@ -136,7 +137,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> Reply:
             created=now(),
             model=body.model,
             choices=encode_each(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of(runs, n=spec.n) or msgspec.UNSET,
+            usage=usage_of(runs, n=spec.n) or UNSET,
             system_fingerprint=model.fingerprint,
         )
 
@@ -176,7 +177,7 @@ def _spec(context: RequestContext[CompletionRequest], prompter: Prompter) -> Gen
         )
     if context.service.settings.api.strict_parameters:
         return spec
-    return msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+    return replace(spec, limit=replace(spec.limit, open=True))
 
 
 def _filled(
@@ -243,8 +244,8 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
     else:
         text = ""
     logprobs: CompletionLogprobs | None = None
-    scores: Any = msgspec.UNSET
-    ids: Any = msgspec.UNSET
+    scores: Any = UNSET
+    ids: Any = UNSET
     size = len(text)
     if body.echo and body.logprobs is not None:
         logprobs = _encode_logprobs(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
@@ -260,7 +261,7 @@ def _echo(body: CompletionRequest, run: Run) -> _Echo:
 
 
 def _encode_logprobs(logprobs: CompletionLogprobs) -> CompletionLogprobs:
-    return msgspec.structs.replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
+    return replace(logprobs, top_logprobs=encode_each(logprobs.top_logprobs))
 
 
 def _echo_cost(spec: GenerationSpec, runs: Sequence[Run]) -> float:
@@ -286,7 +287,7 @@ def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected)
             logprobs = own
         else:
             logprobs = joined(logprobs, own)
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
     if body.return_token_ids:
         token_ids = answer.token_ids
     return CompletionChoice(

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import structlog
 from msgspec import Meta
+from msgspec.structs import replace
 
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import media_of, rendered_chat
@@ -24,7 +25,7 @@ from triton_openai.answer.run import Run
 from triton_openai.answer.thinking_budget import ThinkingBudget
 from triton_openai.api.bodies import MAX_ITEMS, converted, decoded_arguments, report_ignored, report_repaired
 from triton_openai.api.media_limits import media_reservation
-from triton_openai.api.parameters import GenerationOptions
+from triton_openai.api.parameters import Alternatives, GenerationOptions, Limit
 from triton_openai.api.service import RequestContext, runs_of, spec_of
 from triton_openai.api.tools import ToolPlan
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
@@ -52,7 +53,7 @@ class ChatOptions(GenerationOptions, kw_only=True):
     """Options of a chat's answer and of its prompt. Each may be null."""
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     reasoning_effort: str | None = None
     think: (
         Annotated[bool | str, Meta(description="Ollama's name for whether, or how much, the model thinks.")] | None
@@ -72,18 +73,18 @@ class ChatOptions(GenerationOptions, kw_only=True):
         ]
         | None
     ) = None
-    thinking_budget: Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as Qwen names it.")] | None = None
+    thinking_budget: Annotated[Limit, Meta(description="`thinking_token_budget`, as Qwen names it.")] | None = None
     thinking_budget_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as llama.cpp names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as llama.cpp names it.")] | None
     ) = None
     reasoning_budget: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
     ) = None
     max_thinking_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as NVIDIA's NIM names it.")] | None
     ) = None
     max_reasoning_tokens: (
-        Annotated[int, Meta(ge=-1, description="`thinking_token_budget`, as other gateways name it.")] | None
+        Annotated[Limit, Meta(description="`thinking_token_budget`, as other gateways name it.")] | None
     ) = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -161,16 +162,15 @@ class ChatOptions(GenerationOptions, kw_only=True):
         return "top_logprobs", count
 
 
-_Budget = Annotated[int, Meta(ge=-1)] | None
 _Thinking = msgspec.defstruct(
-    "_Thinking", [("type", str | bool | None, None), *((name, _Budget, None) for name in BUDGET_NAMES)]
+    "_Thinking", [("type", str | bool | None, None), *((name, Limit | None, None) for name in BUDGET_NAMES)]
 )
 
 
 class _Reasoning(msgspec.Struct):
     effort: str | bool | None = None
     enabled: str | bool | None = None
-    max_tokens: _Budget = None
+    max_tokens: Limit | None = None
     exclude: bool | None = None
 
 
@@ -202,7 +202,7 @@ class Conversation(msgspec.Struct):
         """Leave out all messages but those with these *numbers*."""
         self.messages = [self.messages[number] for number in numbers]
         origins = [self.origins.message(number) for number in numbers]
-        self.origins = msgspec.structs.replace(self.origins, messages=origins)
+        self.origins = replace(self.origins, messages=origins)
 
     def json_texts(self) -> Iterator[tuple[str, Any]]:
         """Yield the texts that hold JSON, each with the client's path."""
@@ -338,7 +338,7 @@ async def prepare_chat(context: RequestContext[Conversation], answer_id: str, *,
         guide = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
         spec = _with(spec, guide=guide)
     if fitting:
-        spec = msgspec.structs.replace(spec, limit=msgspec.structs.replace(spec.limit, open=True))
+        spec = replace(spec, limit=replace(spec.limit, open=True))
     with record.stage(RENDER):
         prompt, pictures, audio = await prompt_of(context, prompter)
     max_thinking = None
@@ -385,7 +385,7 @@ def _with_budget(
         report_ignored(context.record, [conversation.origins.name(name)])
         return spec
     if "thinking_token_budget" in adapter.supported:
-        return _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, thinking_token_budget=tokens))
+        return _with(spec, sampling=replace(spec.template.sampling, thinking_token_budget=tokens))
     can_call = conversation.tools.mode == "auto" and parsers.tools is not None
     ending = ""
     if parsers.reasoning is not None and not (images and adapter.capabilities.images_as_turn):
@@ -410,7 +410,7 @@ def _with_budget(
     )
     # What comes as a whole cannot be ended on its way.
     spec = _with(spec, times_tokens=True)
-    return msgspec.structs.replace(spec, thinking_budget=budget)
+    return replace(spec, thinking_budget=budget)
 
 
 async def _with_media(
@@ -457,10 +457,10 @@ def _spec(
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if options.thinking_token_budget is not None:
         # What becomes of it is decided when the prompt is there.
-        options = msgspec.structs.replace(options, thinking_token_budget=None)
+        options = replace(options, thinking_token_budget=None)
     if forced:
         # The call wins, as in vLLM's server: a format is that of an answer in text.
-        options = msgspec.structs.replace(options, response_format=None)
+        options = replace(options, response_format=None)
     spec = spec_of(context, options, answer_id, prompter, n=options.n or 1, keeps_special=False, origins=origins)
     if forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
@@ -476,13 +476,13 @@ def _spec(
         )
     supported = model.adapter.supported
     if (plan.mode != "none" or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in supported:
-        spec = _with(spec, sampling=msgspec.structs.replace(spec.template.sampling, skip_special_tokens=False))
+        spec = _with(spec, sampling=replace(spec.template.sampling, skip_special_tokens=False))
     return spec
 
 
 def _with(spec: GenerationSpec, **fields: Any) -> GenerationSpec:
     """Return *spec* with other *fields* of its generations."""
-    return msgspec.structs.replace(spec, template=msgspec.structs.replace(spec.template, **fields))
+    return replace(spec, template=replace(spec.template, **fields))
 
 
 def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str, *, streams: bool = False) -> AnswerParser:

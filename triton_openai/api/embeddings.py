@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import errors, offload
 from triton_openai.api.bodies import (
     MAX_ITEMS,
     ModelRequest,
+    NotNegative,
+    Positive,
     encode_each,
     json_reply,
     json_reply_of,
@@ -27,7 +29,15 @@ from triton_openai.api.bodies import (
     now,
     separated,
 )
-from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
+from triton_openai.api.parameters import (
+    Limit,
+    TruncatedRequest,
+    accepting,
+    ignoring,
+    neutral_values,
+    refusing,
+    truncation,
+)
 from triton_openai.api.service import RequestContext, Service, begin
 from triton_openai.jobs import EmbeddingJob, ScoreJob, ScoreResult
 from triton_openai.operations import Call, Reply
@@ -55,13 +65,13 @@ class EmbeddingsRequest(InputRequest, kw_only=True):
 
     use_activation: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """One vector, as numbers or as base64 text."""
 
-    object: Literal["embedding"] = msgspec.field(name="object", default="embedding")
+    object: Literal["embedding"] = "embedding"
     index: int
     embedding: Sequence[float] | str
 
@@ -73,20 +83,20 @@ class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-def input_usage(tokens: int | None) -> InputUsage | msgspec.UnsetType:
+def input_usage(tokens: int | None) -> InputUsage | UnsetType:
     """Return the usage, left out if the tokens are not known."""
     if tokens is None:
-        return msgspec.UNSET
+        return UNSET
     return InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     data: Sequence[Embedding]
     model: str
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
 
 
 async def create(service: Service, call: Call[EmbeddingsRequest]) -> Reply:
@@ -155,7 +165,7 @@ Side: TypeAlias = Text | TextList | None
 class ScoringRequest(ModelRequest, kw_only=True):
     """Base of both requests, with what vLLM's server takes beside the texts."""
 
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     use_activation: bool | None = None
 
 
@@ -220,7 +230,7 @@ class RerankRequest(ScoringRequest, kw_only=True):
 
     query: Text
     documents: Text | TextList
-    top_n: Annotated[int, Meta(ge=0)] | None = None
+    top_n: NotNegative | None = None
     return_documents: bool | None = None
 
 
@@ -234,7 +244,7 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """One document's relevance."""
 
     index: int
-    document: Document | msgspec.UnsetType = msgspec.UNSET
+    document: Document | UnsetType = UNSET
     relevance_score: float
 
 
@@ -243,7 +253,7 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
     results: Sequence[RerankResult]
 
 
@@ -261,7 +271,7 @@ async def rerank(service: Service, call: Call[RerankRequest]) -> Reply:
     ranked = sorted(range(len(documents)), key=result.scores.__getitem__, reverse=True)
     results = []
     for index in ranked[: body.top_n or None]:
-        document: Document | msgspec.UnsetType = msgspec.UNSET
+        document: Document | UnsetType = UNSET
         if body.return_documents is not False:
             document = Document(text=documents[index])
         results.append(RerankResult(index=index, document=document, relevance_score=result.scores[index]))
@@ -290,18 +300,18 @@ class ListOf(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out if the tokens are not known."""
 
     id: str
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: Sequence[_T]
-    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | UnsetType = UNSET
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of one pair."""
 
     index: int
-    object: Literal["score"] = msgspec.field(name="object", default="score")
+    object: Literal["score"] = "score"
     score: float
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from triton_openai import __version__
@@ -64,21 +65,21 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: Literal["model"] = msgspec.field(name="object", default="model")
+    object: Literal["model"] = "model"
     created: int
     owned_by: str = "triton"
-    root: str | msgspec.UnsetType = msgspec.UNSET
-    parent: str | msgspec.UnsetType = msgspec.UNSET
-    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
-    context_length: int | msgspec.UnsetType = msgspec.UNSET
-    max_context_length: int | msgspec.UnsetType = msgspec.UNSET
-    max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    architecture: Architecture | msgspec.UnsetType = msgspec.UNSET
-    capabilities: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
-    supported_parameters: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
-    served: bool | msgspec.UnsetType = msgspec.UNSET
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    endpoints: Mapping[str, str] | msgspec.UnsetType = msgspec.UNSET
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
+    max_context_length: int | UnsetType = UNSET
+    max_output_tokens: int | UnsetType = UNSET
+    architecture: Architecture | UnsetType = UNSET
+    capabilities: Sequence[str] | UnsetType = UNSET
+    supported_parameters: Sequence[str] | UnsetType = UNSET
+    served: bool | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+    endpoints: Mapping[str, str] | UnsetType = UNSET
 
 
 class AgentModel(msgspec.Struct, kw_only=True):
@@ -99,8 +100,8 @@ class AgentModel(msgspec.Struct, kw_only=True):
         "read what it prints and try something else. When you have finished, say in a few sentences what you changed "
         "and what you did not do."
     )
-    context_window: int | msgspec.UnsetType = msgspec.UNSET
-    max_context_window: int | msgspec.UnsetType = msgspec.UNSET
+    context_window: int | UnsetType = UNSET
+    max_context_window: int | UnsetType = UNSET
     effective_context_window_percent: int = 95
     input_modalities: Sequence[str]
     supported_reasoning_levels: Sequence[Mapping[str, str]] = ()
@@ -120,9 +121,9 @@ class AgentModel(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """All models. ``models`` is there for Codex CLI, which sends its version as ``client_version``."""
 
-    object: Literal["list"] = msgspec.field(name="object", default="list")
+    object: Literal["list"] = "list"
     data: Sequence[ModelObject]
-    models: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
+    models: Sequence[AgentModel] | UnsetType = UNSET
 
 
 async def list_models(service: Service, call: Call[None]) -> Reply:
@@ -136,7 +137,7 @@ async def list_models(service: Service, call: Call[None]) -> Reply:
     models = service.models
     served = await models.listed()
     names = [name for name in served if call.key.allows(name)]
-    for_agents: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
+    for_agents: Sequence[AgentModel] | UnsetType = UNSET
     if "client_version" in call.query:
         for_agents = _for_agents(served[name] for name in names)
     return json_reply(ModelList(data=[describe(models, name) for name in names], models=for_agents))
@@ -149,7 +150,7 @@ def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
 
 
 def _for_agent(model: ServedModel, priority: int) -> AgentModel:
-    context_window = model.settings.max_model_len or msgspec.UNSET
+    context_window = model.settings.max_model_len or UNSET
     return AgentModel(
         slug=model.name,
         display_name=model.name,
@@ -239,10 +240,10 @@ def check_may_manage(service: Service, key: ApiKey) -> None:
 async def load(service: Service, call: Call[LoadRequest]) -> Reply:
     """Load a model, and describe it once it is loaded."""
     name, problem = await service.control.load(_named(call), endpoint=call.query.get("endpoint"))
-    reason: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str | UnsetType = UNSET
     if problem is not None:
         reason = public_reason(problem) or "it cannot be served"
-    loaded = msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason)
+    loaded = replace(describe(service.models, name), served=problem is None, reason=reason)
     if service.fleet.leasing.single is None:
         states = {}
         for member in service.fleet.members.values():
@@ -250,7 +251,7 @@ async def load(service: Service, call: Call[LoadRequest]) -> Reply:
                 states[member.name] = "ready"
             else:
                 states[member.name] = "not ready"
-        loaded = msgspec.structs.replace(loaded, endpoints=states)
+        loaded = replace(loaded, endpoints=states)
     return json_reply(loaded)
 
 
@@ -289,8 +290,8 @@ class Health(msgspec.Struct, kw_only=True):
     """
 
     status: Literal["live", "ready", "not ready"]
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    not_answering: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
+    reason: str | UnsetType = UNSET
+    not_answering: Sequence[str] | UnsetType = UNSET
 
 
 async def live(service: Service, call: Call[None]) -> Reply:
@@ -303,7 +304,7 @@ async def ready(service: Service, call: Call[None]) -> Reply:
     models = service.models
     canary = service.canary
     snapshot = models.fleet.snapshot
-    silent = sorted(canary.not_answering) or msgspec.UNSET
+    silent = sorted(canary.not_answering) or UNSET
     if service.executor.draining.begun:
         reason = "The service is stopping."
     elif models.ready and (canary.any_answers or not models.served):
@@ -327,13 +328,13 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     name: Literal["triton-openai"] = "triton-openai"
-    triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
+    triton: ServerInfo | UnsetType = UNSET
 
 
 async def version(service: Service, call: Call[None]) -> Reply:
     """Return the versions of this service and of Triton."""
     server = service.fleet.snapshot.server
-    return json_reply(Version(version=__version__, triton=server or msgspec.UNSET))
+    return json_reply(Version(version=__version__, triton=server or UNSET))
 
 
 async def probe(service: Service, model: ServedModel, *, timeout: float, at: str | None = None) -> None:
@@ -360,7 +361,7 @@ async def _answer_probe(
     kind = model.jobs[0]
     job = kind(id=record.request_id, **kind.least)
     if isinstance(job, SynthesisJob) and model.voices is not None:
-        job = msgspec.structs.replace(job, voice=model.voices.default_voice())
+        job = replace(job, voice=model.voices.default_voice())
     if not isinstance(job, Generation):
         await run_job(upstream, model, job, timeout=timeout)
         return
@@ -379,11 +380,11 @@ class Status(msgspec.Struct, kw_only=True):
     """
 
     version: str = __version__
-    triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
+    triton: ServerInfo | UnsetType = UNSET
     triton_answers: bool
     models: Sequence[ModelLine]
-    endpoints: Sequence[EndpointLine] | msgspec.UnsetType = msgspec.UNSET
-    figures: ServiceLoad | msgspec.UnsetType = msgspec.UNSET
+    endpoints: Sequence[EndpointLine] | UnsetType = UNSET
+    figures: ServiceLoad | UnsetType = UNSET
 
 
 async def status(service: Service, call: Call[None]) -> Reply:
@@ -398,10 +399,10 @@ async def status(service: Service, call: Call[None]) -> Reply:
         if visible is None:
             continue
         if line.name in silent:
-            visible = msgspec.structs.replace(visible, state="does not answer")
+            visible = replace(visible, state="does not answer")
         lines.append(visible)
     answer = Status(
-        triton=snapshot.server or msgspec.UNSET,
+        triton=snapshot.server or UNSET,
         triton_answers=snapshot.reachable,
         models=lines,
     )
@@ -409,7 +410,7 @@ async def status(service: Service, call: Call[None]) -> Reply:
         service.authorizer.restrictions.check("metrics", call.headers)
         key.check_opens_everything()
         answer.figures = await asyncio.to_thread(service.exposition.service_load)
-        answer.endpoints = endpoint_lines(models) or msgspec.UNSET
+        answer.endpoints = endpoint_lines(models) or UNSET
     return json_reply(answer, headers=_NO_STORE)
 
 
@@ -418,7 +419,7 @@ def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
     names = list(filter(key.allows, (line.name, *line.aliases, *line.loras)))
     if not names:
         return None
-    return msgspec.structs.replace(
+    return replace(
         line,
         name=names[0],
         state=public_reason(line.state) or "not ready",

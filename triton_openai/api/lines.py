@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import errors, offload
 from triton_openai.access.keys import ApiKey
@@ -209,7 +210,7 @@ class LineHost:
         tokens = key.limit.batch_tokens_per_minute
         if tokens is not None:
             limit = RateLimit(tokens_per_minute=tokens)
-            return await authorizer.admit(msgspec.structs.replace(key, name=_POOL + owner, limit=limit))
+            return await authorizer.admit(replace(key, name=_POOL + owner, limit=limit))
         if key.limit.limits_live_requests:
             return await authorizer.admit(key)
         return None
@@ -263,7 +264,7 @@ def endpoints(operations: Iterable[Operation]) -> Mapping[str, Operation]:
     by_path: dict[str, Operation] = {}
     for operation in operations:
         if operation.line_request is not None:
-            by_path[operation.path] = msgspec.structs.replace(
+            by_path[operation.path] = replace(
                 operation, request=operation.line_request, function=operation.line_function, reads=None
             )
         elif operation.jobs and not operation.media and _reads_json(operation):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import add
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from triton_openai.answer.run import Run
 from triton_openai.errors import InvalidAnswer
@@ -101,7 +101,7 @@ def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLog
 
 def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogprob]:
     """Return *entries* with no more than *count* alternatives each."""
-    return [msgspec.structs.replace(entry, top=entry.top[:count]) for entry in entries]
+    return [replace(entry, top=entry.top[:count]) for entry in entries]
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:

@@ -12,12 +12,12 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.limits import TokenLimit
 from triton_openai.answer.logits_reader import PromptScoring
-from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, converted
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, NotNegative, Positive, Share, converted
 from triton_openai.api.guides import Choices, ResponseFormat, Schema, StructuredOutputs, Text
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
@@ -28,19 +28,19 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
-_Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
+_Unread: TypeAlias = msgspec.Raw | UnsetType
 
 
 def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields without influence on the answer: documented or in common use, never decoded."""
     accepted = Annotated[_Unread, Meta(description="Accepted, and without influence on the answer.")]
-    return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
+    return _with_fields([(name, accepted, UNSET) for name in names])
 
 
 def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
     """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
     meta = Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True})
-    return _with_fields([(name, Annotated[_Unread, meta], msgspec.UNSET) for name in names])
+    return _with_fields([(name, Annotated[_Unread, meta], UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -114,7 +114,7 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
     ignored = []
     for name in ignorable(type(request)):
         raw = getattr(request, name)
-        if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
+        if raw is not UNSET and bytes(raw) not in _ASK_FOR_NOTHING:
             ignored.append(name)
     return ignored
 
@@ -128,7 +128,14 @@ _MAX_STOPS = 4
 # Characters of all stop strings, or of all bad words: each is looked for, or tokenized, by itself.
 _LONGEST_WORDS = 10_000
 
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+#: The ranges of options that several APIs have.
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Factor: TypeAlias = Annotated[float, Meta(gt=0)]
+#: A limit, of which -1 is none.
+Limit: TypeAlias = Annotated[int, Meta(ge=-1)]
+#: How many alternatives to a token are wanted.
+Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 _TokenId = Annotated[int, Meta(ge=0, lt=10**9)]
 # The values are untyped at first: msgspec takes up to 20 us for a float that is typed, and asks us for one that is not.
 _LogitBias = Annotated[
@@ -152,7 +159,7 @@ Verbosity = Literal["low", "medium", "high"]
 class TruncatedRequest(ModelRequest, kw_only=True):
     """Base of the requests whose inputs can be cut."""
 
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Limit | None = None
     truncation_side: Literal["left", "right"] | None = None
 
 
@@ -160,29 +167,29 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     """Options of an answer in text, for every API that generates it. Each may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Limit | None = None
+    min_p: Share | None = None
+    min_tokens: NotNegative | None = None
     seed: int | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Factor | None = None
     length_penalty: float | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    thinking_token_budget: Limit | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
     logit_bias: _LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -190,7 +197,7 @@ class GenerationOptions(TruncatedRequest, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
-    priority: Annotated[int, Meta(ge=0)] | None = None
+    priority: NotNegative | None = None
     use_beam_search: bool | None = None
 
     @property

@@ -58,7 +58,7 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     """The vectors of one input's tokens: lists of numbers, or all of them together as base64 text."""
 
     index: int
-    object: Literal["pooling"] = msgspec.field(name="object", default="pooling")
+    object: Literal["pooling"] = "pooling"
     data: Sequence[Sequence[float]] | str
 
 

@@ -10,14 +10,14 @@ import asyncio
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from triton_openai import __version__, errors
-from triton_openai.access.keys import COUNTED, Restrictions
+from triton_openai.access.keys import INFERENCE_GROUPS, Restrictions
 from triton_openai.api import (
     chat,
     classify,
@@ -31,7 +31,7 @@ from triton_openai.api import (
     tokenize,
     transcriptions,
 )
-from triton_openai.api.batch_routes import BATCH_OPERATIONS, NEEDS_LINE_GROUPS, PAGE
+from triton_openai.api.batch_routes import BATCH_OPERATIONS, NEEDS_LINE_GROUPS, PAGE, openai_routes, stored_row
 from triton_openai.api.bodies import IGNORED_HEADER, REPAIRED_HEADER, FileField, ModelRequest
 from triton_openai.api.chat_tools import ToolDefinition
 from triton_openai.api.messages import operations as messages
@@ -61,7 +61,7 @@ from triton_openai.jobs import (
     TranslationJob,
 )
 from triton_openai.media.speech_formats import MEDIA_TYPES
-from triton_openai.operations import BodyKind, Call, Operation, OperationFunction, Query, Reply, Whole
+from triton_openai.operations import BodyKind, Call, Operation, Query, Reply, Whole
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -151,68 +151,23 @@ def describe(settings: Settings) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
+        form = _error_form(operation)
         failures: dict[int, dict[str, Any]] = {}
-        if operation.anthropic:
-            form = "Anthropic"
-        elif operation.shared is not None:
-            form = "Either"
-        else:
-            form = ""
         for kind in _errors(operation, keys=keys, restricted=not restricted.isdisjoint(_groups_needed(operation))):
+            status = kind.status
             if operation.anthropic:
                 status = anthropic_status(kind)
-            else:
-                status = kind.status
             raised.setdefault((form, status), {})[kind] = None
             failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
-        if operation.request is None:
-            read = {}
-        else:
-            read = {IGNORED_HEADER: _IGNORED}
-        if operation.label == "chat":
-            read[REPAIRED_HEADER] = _REPAIRED
-        headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
-        summary, _, more = prose(operation.function.__doc__).partition("\n\n")
-        partly = {}
-        if operation.media and not operation.jobs:
-            partly["206"] = {**_content(operation), "description": "The part that was asked for.", "headers": _ALWAYS}
-            partly["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
-            partly["416"] = {**partly["206"], "description": "The file has no such part."}
-        described: dict[str, Any] = {
-            "operationId": operation.name,
-            "tags": [operation.group],
-            "summary": summary,
-            **({"description": more} if more else {}),
-            "responses": {
-                "200": {**_content(operation), "headers": headers},
-                **partly,
-                **{str(status): failures[status] for status in sorted(failures)},
-            },
-        }
-        if keys:
-            # Any one of them is enough.
-            if operation.group == "health":
-                described["security"] = []
-            else:
-                described["security"] = [{name: []} for name in _SCHEMES]
-        if operation.request is not None:
-            is_form = operation.body_kind is BodyKind.FORM
-            if is_form:
-                media_type = "multipart/form-data"
-            else:
-                media_type = "application/json"
-            content = {media_type: {"schema": _schema(operation.request)}}
-            described["requestBody"] = {"required": True, "content": content}
+        described = _described(operation, failures, keys=keys)
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
+            one = {**described, "parameters": list(_parameters(operation, path, settings))}
             if _at_azure(operation, path):
-                servers = {"servers": [{"url": "/"}, {"url": _AZURE}]}
-            else:
-                servers = {}
-            one = {**described, **servers, "parameters": list(_parameters(operation, path, settings))}
+                one["servers"] = [{"url": "/"}, {"url": _AZURE}]
             if number:
                 one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
                 one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
@@ -241,6 +196,54 @@ def describe(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _error_form(operation: Operation) -> str:
+    """Return the name of the form that the errors of *operation* have."""
+    if operation.anthropic:
+        return "Anthropic"
+    if operation.shared is not None:
+        return "Either"
+    return ""
+
+
+def _described(operation: Operation, failures: Mapping[int, Any], *, keys: bool) -> dict[str, Any]:
+    """Return the description of *operation*, with its *failures* by status, for all of its paths."""
+    headers: dict[str, Any] = {**_ALWAYS}
+    if operation.request is not None:
+        headers[IGNORED_HEADER] = _IGNORED
+    if operation.label == "chat":
+        headers[REPAIRED_HEADER] = _REPAIRED
+    if keys and operation.group in INFERENCE_GROUPS:
+        headers |= _RATE_LIMITS
+    responses: dict[str, Any] = {"200": {**_content(operation), "headers": headers}}
+    if operation.media and not operation.jobs:
+        part = {**_content(operation), "headers": _ALWAYS}
+        responses["206"] = {**part, "description": "The part that was asked for."}
+        responses["304"] = {"description": "It is what the client has already.", "headers": _ALWAYS}
+        responses["416"] = {**part, "description": "The file has no such part."}
+    responses |= {str(status): failures[status] for status in sorted(failures)}
+    summary, _, more = prose(operation.function.__doc__).partition("\n\n")
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "tags": [operation.group],
+        "summary": summary,
+        "responses": responses,
+    }
+    if more:
+        described["description"] = more
+    if keys and operation.group == "health":
+        described["security"] = []
+    elif keys:
+        # Any one of them is enough.
+        described["security"] = [{name: []} for name in _SCHEMES]
+    if operation.request is not None:
+        media_type = "application/json"
+        if operation.body_kind is BodyKind.FORM:
+            media_type = "multipart/form-data"
+        content = {media_type: {"schema": _schema(operation.request)}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
 def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[type[errors.ServiceError]]:
     group = operation.group
     body = operation.request
@@ -248,7 +251,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
         (True, (errors.ServiceError, errors.UpstreamUnavailable)),
         (keys and group != "health", (errors.InvalidApiKey,)),
         (keys and group == "metrics", (errors.KeyNotSufficient,)),
-        (keys and group in COUNTED, (errors.RateLimited,)),
+        (keys and group in INFERENCE_GROUPS, (errors.RateLimited,)),
         (restricted, (errors.ApiRestricted,)),
         (body is not None, _READ),
         (body is not None and issubclass(body, ModelRequest), _MODEL),
@@ -261,7 +264,7 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Sequence[t
 def _groups_needed(operation: Operation) -> Collection[ApiGroup]:
     """Return the groups that a request for *operation* may need: a batch also needs those of its lines."""
     if operation.function in NEEDS_LINE_GROUPS:
-        return {operation.group, *COUNTED}
+        return {operation.group, *INFERENCE_GROUPS}
     return {operation.group}
 
 
@@ -398,11 +401,6 @@ async def openapi(service: Service, call: Call[None]) -> Reply:
     return Whole(body)
 
 
-def _openai(*routes: str) -> tuple[str, ...]:
-    """Return *routes* with and without ``/v1``, for clients whose ``base_url`` lacks it."""
-    return tuple(route.replace(" ", f" {prefix}") for prefix in ("/v1", "") for route in routes)
-
-
 # What precedes the paths of OpenAI's API at Azure, and the model, which some of them name, by its deployment.
 _AZURE = "/openai"
 _DEPLOYMENT = f"{_AZURE}/deployments/{{deployment:.+}}"
@@ -410,7 +408,7 @@ _DEPLOYMENT = f"{_AZURE}/deployments/{{deployment:.+}}"
 
 def _deployed(route: str) -> tuple[str, ...]:
     """Return *route* as Azure's clients have it, too: the model is in the path."""
-    return (*_openai(route), route.replace(" ", f" {_DEPLOYMENT}"))
+    return (*openai_routes(route), route.replace(" ", f" {_DEPLOYMENT}"))
 
 
 def _at_azure(operation: Operation, path: str) -> bool:
@@ -440,24 +438,7 @@ _CHAT = "/chat/completions/{completion:[^/]+}"
 _RESPONSE = "/responses/{response:[^/]+}"
 _CONVERSATION = "/conversations/{conversation:[^/]+}"
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
-_Type: TypeAlias = type[msgspec.Struct] | None
-
-
-def _kept(
-    function: OperationFunction,
-    route: str,
-    name: str,
-    request: _Type = None,
-    answer: _Type = None,
-    *,
-    own_errors: tuple[type[errors.ServiceError], ...] = (),
-    **more: Any,
-) -> Operation:
-    """Return the row of an operation on responses, conversations and chats, which may be kept."""
-    raised: tuple[type[errors.ServiceError], ...] = (*_KEPT, *own_errors)
-    return Operation(function, _openai(route), name, "inference", request, answer, errors=raised, **more)
-
-
+_kept = partial(stored_row, "inference", _KEPT)
 OPERATIONS = (
     Operation(chat.create, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, jobs=(Generation,), label="chat"),
@@ -477,7 +458,7 @@ OPERATIONS = (
     _kept(responses.count_tokens, "POST /responses/input_tokens", "count_input_tokens", response_types.ResponsesRequest,
           response_types.InputTokens, label="chat"),
     _kept(responses.compact, "POST /responses/compact", "compact_response", response_types.CompactRequest,
-          response_types.CompactedResponse, jobs=(Generation,), label="chat", own_errors=(errors.NoSummary,)),
+          response_types.CompactedResponse, jobs=(Generation,), label="chat", errors=(errors.NoSummary,)),
     _kept(retrieve.retrieve, f"GET {_RESPONSE}", "get_response", answer=response_types.ResponseObject,
           event=response_types.ResponseEvent, query=_AGAIN, reads=BodyKind.OPTIONAL_JSON,
           hidden_request=retrieve.Retrieval, strict=False),
@@ -498,53 +479,54 @@ OPERATIONS = (
           response_types.ItemList, strict=True, check=conversations.check_store),
     _kept(conversations.retrieve_item, f"GET {_ITEM}", "get_item"),
     _kept(conversations.delete_item, f"DELETE {_ITEM}", "delete_item", answer=conversations.ConversationObject),
-    Operation(responses.refuse_get, _openai("GET /responses"), "connect_responses", "inference",
+    Operation(responses.refuse_get, openai_routes("GET /responses"), "connect_responses", "inference",
               session=ResponsesSession, errors=(errors.MethodNotAllowed,)),
-    Operation(messages.create, _openai("POST /messages"), "create_message", "inference", message_types.MessagesRequest,
-              message_types.MessageObject, event=message_types.MessageEvent, jobs=(Generation,), label="chat"),
-    Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
+    Operation(messages.create, openai_routes("POST /messages"), "create_message", "inference",
+              message_types.MessagesRequest, message_types.MessageObject, event=message_types.MessageEvent,
+              jobs=(Generation,), label="chat"),
+    Operation(messages.count_tokens, openai_routes("POST /messages/count_tokens"), "count_message_tokens", "inference",
               message_types.CountTokensRequest, message_types.TokenCount),
     Operation(embeddings.create, _deployed("POST /embeddings"), "create_embeddings", "embedding",
               embeddings.EmbeddingsRequest, embeddings.EmbeddingList, jobs=(EmbeddingJob,), label="embeddings"),
     # The last path is that of the second version of Cohere's client.
-    Operation(embeddings.rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+    Operation(embeddings.rerank, (*openai_routes("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
               embeddings.RerankRequest, embeddings.Reranked, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(embeddings.score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+    Operation(embeddings.score, openai_routes("POST /score"), "score", "embedding", embeddings.ScoreRequest,
               embeddings.ScoreList, jobs=(ScoreJob, EmbeddingJob)),
-    Operation(classify.create, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
+    Operation(classify.create, openai_routes("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
               classify.ClassificationList, jobs=(ClassificationJob,)),
-    Operation(pooling.create, _openai("POST /pooling"), "pooling", "embedding", pooling.PoolingRequest,
+    Operation(pooling.create, openai_routes("POST /pooling"), "pooling", "embedding", pooling.PoolingRequest,
               pooling.PooledList, jobs=(TokenEmbeddingJob, TokenClassificationJob)),
-    Operation(moderations.handle, _openai("POST /moderations"), "create_moderation", "embedding",
+    Operation(moderations.handle, openai_routes("POST /moderations"), "create_moderation", "embedding",
               moderations.ModerationRequest, moderations.Moderation, jobs=(ClassificationJob,), label="moderation"),
     Operation(speech.create, _deployed("POST /audio/speech"), "create_speech", "inference", speech.SpeechRequest,
               event=speech.SpeechEvent, media=tuple(MEDIA_TYPES.values()), jobs=(SynthesisJob,), label="speech"),
-    Operation(speech.list_voices, _openai("GET /audio/voices"), "list_voices", "model-repository",
+    Operation(speech.list_voices, openai_routes("GET /audio/voices"), "list_voices", "model-repository",
               answer=speech.VoiceList, errors=(errors.InvalidRequest, errors.ModelNotFound), query=_VOICES_OF),
     Operation(transcriptions.transcribe, _deployed("POST /audio/transcriptions"), "create_transcription", "inference",
               transcriptions.TranscriptionRequest, transcriptions.TranscriptObject,
               event=transcriptions.TranscriptEvent, text=True, jobs=(TranscriptionJob,), label="transcription",
               reads=BodyKind.FORM, line_request=transcriptions.TranscriptionLine,
               line_function=transcriptions.transcribe_line),
-    Operation(realtime.refuse_get, _openai("GET /realtime"), "connect_realtime", "inference",
+    Operation(realtime.refuse_get, openai_routes("GET /realtime"), "connect_realtime", "inference",
               session=realtime.RealtimeSession, query=realtime.QUERY, errors=(errors.InvalidRequest,)),
     Operation(transcriptions.translate, _deployed("POST /audio/translations"), "create_translation", "inference",
               transcriptions.TranslationRequest, transcriptions.TranscriptObject, text=True, jobs=(TranslationJob,),
               label="translation", reads=BodyKind.FORM),
     *BATCH_OPERATIONS,
-    Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
+    Operation(tokenize.tokenize, openai_routes("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
               tokenize.TokenizeAnswer),
-    Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,
-              tokenize.DetokenizeAnswer),
+    Operation(tokenize.detokenize, openai_routes("POST /detokenize"), "detokenize", "inference",
+              tokenize.DetokenizeRequest, tokenize.DetokenizeAnswer),
     # Some clients post to list models.
-    Operation(info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
+    Operation(info.list_models, openai_routes("GET /models", "POST /models"), "list_models", "model-repository",
               answer=info.ModelList, errors=(errors.InvalidRequest,), shared=message_types.ModelPage),
-    Operation(info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
+    Operation(info.get_model, openai_routes("GET /models/{model:.+}"), "get_model", "model-repository",
               answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=message_types.ModelInfo),
-    Operation(info.load, _openai("POST /models/{model:.*}/load"), "load_model", "model-repository", info.LoadRequest,
-              info.ModelObject, reads=BodyKind.OPTIONAL_JSON, strict=True, check=info.check_may_manage,
-              query=_ENDPOINT, errors=_CONTROL),
-    Operation(info.unload, _openai("POST /models/{model:.*}/unload"), "unload_model", "model-repository",
+    Operation(info.load, openai_routes("POST /models/{model:.*}/load"), "load_model", "model-repository",
+              info.LoadRequest, info.ModelObject, reads=BodyKind.OPTIONAL_JSON, strict=True,
+              check=info.check_may_manage, query=_ENDPOINT, errors=_CONTROL),
+    Operation(info.unload, openai_routes("POST /models/{model:.*}/unload"), "unload_model", "model-repository",
               info.UnloadRequest, info.Unloaded, reads=BodyKind.OPTIONAL_JSON, strict=True,
               check=info.check_may_manage, query=_ENDPOINT, errors=_CONTROL),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),

@@ -412,7 +412,7 @@ def spec_of(
         beams = parameters.beams(options, adapter, width=n)
         report_ignored(context.record, map(origins.name, parameters.ignored_by_beams(options)))
         # It is one of the search.
-        options = msgspec.structs.replace(options, length_penalty=None)
+        options = replace(options, length_penalty=None)
     priority = 0
     if options.priority or objective:
         priority = parameters.priority(options, model.priorities, objective)

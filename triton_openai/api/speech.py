@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai import offload
 from triton_openai.adapters._common.base import Synthesis
@@ -83,8 +83,8 @@ class SpeechEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the audio in base64, or its end with the usage."""
 
     type: Literal["speech.audio.delta", "speech.audio.done"]
-    audio: str | msgspec.UnsetType = msgspec.UNSET
-    usage: SpeechUsage | msgspec.UnsetType = msgspec.UNSET
+    audio: str | UnsetType = UNSET
+    usage: SpeechUsage | UnsetType = UNSET
 
 
 class VoiceObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,15 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.chat_prompt import rendered_chat
 from triton_openai.answer.prepare import check_ids, tokenizer_of
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, encode, json_reply, json_reply_of
+from triton_openai.api.bodies import (
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    ModelRequest,
+    NotNegative,
+    encode,
+    json_reply,
+    json_reply_of,
+)
 from triton_openai.api.chat_tools import Tool, plan_chat_tools
 from triton_openai.api.conversation import argument_texts
 from triton_openai.api.service import Service, begin
@@ -62,7 +70,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(ModelRequest, kw_only=True):
     """Token ids."""
 
-    tokens: list[Annotated[int, Meta(ge=0)]]
+    tokens: list[NotNegative]
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):

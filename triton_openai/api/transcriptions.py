@@ -11,17 +11,28 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.repetition import compression_ratio
 from triton_openai.answer.run_group import timeout_error
 from triton_openai.answer.transcription import Transcription
-from triton_openai.api.bodies import FileField, FormRequest, ModelRequest, encode, json_reply, new_id, report_ignored
+from triton_openai.api.bodies import (
+    FileField,
+    FormRequest,
+    Milliseconds,
+    ModelRequest,
+    Share,
+    encode,
+    json_reply,
+    new_id,
+    report_ignored,
+)
 from triton_openai.api.media_limits import Upload, audio_too_large, form_of, max_form_size, receiving_audio
 from triton_openai.api.parameters import refusing
 from triton_openai.api.service import RequestContext, Service, begin
@@ -32,12 +43,11 @@ from triton_openai.jobs import Segment, TranscriptionJob, TranslationJob, Word
 from triton_openai.languages import LANGUAGES, code_of
 from triton_openai.media.audio import Recording, decoded_size, require_audio
 from triton_openai.media.voice_activity import Pauses
+from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, Form, Reply, Whole
 
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json", "diarized_json"]
 _TIMED = ("srt", "vtt", "verbose_json")
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,9 +58,9 @@ class VoiceActivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     type: Literal["server_vad"]
-    threshold: _Share = 0.5
-    prefix_padding_ms: _Milliseconds = 300
-    silence_duration_ms: _Milliseconds = 200
+    threshold: Share = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 200
 
 
 # How clients name themselves that refuse an answer whose segments have null in place of a number, or lack it. Source:
@@ -67,7 +77,7 @@ class _AudioRequest(FormRequest, kw_only=True):
     prompt: str | None = None
     response_format: _Format = "json"
     #: Ignored by models that take none.
-    temperature: _Share | None = None
+    temperature: Share | None = None
 
 
 # Names of OpenAI's API that would change the answer.
@@ -91,9 +101,9 @@ class TranscriptionRequest(_AudioRequest, kw_only=True):
     stream: bool = False
     chunking_strategy: str | None = None
     chunking_type: Literal["server_vad"] | None = msgspec.field(default=None, name="chunking_strategy[type]")
-    threshold: _Share | None = msgspec.field(default=None, name="chunking_strategy[threshold]")
-    padding: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[prefix_padding_ms]")
-    silence: _Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
+    threshold: Share | None = msgspec.field(default=None, name="chunking_strategy[threshold]")
+    padding: Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[prefix_padding_ms]")
+    silence: Milliseconds | None = msgspec.field(default=None, name="chunking_strategy[silence_duration_ms]")
 
 
 # As in the form.
@@ -104,7 +114,7 @@ class TranscriptionLine(ModelRequest, kw_only=True):
     file: str
     prompt: str | None = None
     response_format: _Format = "json"
-    temperature: _Share | None = None
+    temperature: Share | None = None
     language: str | None = None
     languages: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -159,13 +169,13 @@ class LogprobObject(msgspec.Struct, frozen=True, kw_only=True):
 class TranscriptObject(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; the format "verbose_json" has all fields. ``language`` is an English name."""
 
-    task: Literal["transcribe", "translate"] | msgspec.UnsetType = msgspec.UNSET
-    language: str | msgspec.UnsetType = msgspec.UNSET
-    duration: float | msgspec.UnsetType = msgspec.UNSET
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
     text: str
-    segments: Sequence[SegmentObject] | msgspec.UnsetType = msgspec.UNSET
-    words: Sequence[WordObject] | msgspec.UnsetType = msgspec.UNSET
-    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
+    segments: Sequence[SegmentObject] | UnsetType = UNSET
+    words: Sequence[WordObject] | UnsetType = UNSET
+    logprobs: Sequence[LogprobObject] | UnsetType = UNSET
     usage: DurationUsage
 
 
@@ -173,9 +183,9 @@ class TranscriptEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a stream: a piece of the text, and at the end all of it."""
 
     type: Literal["transcript.text.delta", "transcript.text.done"]
-    delta: str | msgspec.UnsetType = msgspec.UNSET
-    text: str | msgspec.UnsetType = msgspec.UNSET
-    logprobs: Sequence[LogprobObject] | msgspec.UnsetType = msgspec.UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: Sequence[LogprobObject] | UnsetType = UNSET
 
 
 async def transcribe(service: Service, call: Call[Form]) -> Reply:
@@ -242,15 +252,9 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
         raise InvalidValue(f"'stream' does not go with the format '{body.response_format}'.", "stream")
     _check_times(context)
     _check_include(context)
-    hint = body.prompt or ""
     if body.keywords:
-        _check_prompt(context, "keywords")
-        keywords = ", ".join(body.keywords)
-        if hint:
-            hint = f"{hint} {keywords}"
-        else:
-            hint = keywords
-    recognition = _recognition(context)
+        check_prompt(context.model, "keywords")
+    recognition = recognition_of(context.model)
     supported = recognition.languages
     candidates = [code for code in map(code_of, body.languages) if code in supported]
     language = None
@@ -258,13 +262,14 @@ async def _transcribe(context: RequestContext[TranscriptionRequest], upload: Upl
         # Clients send one always, and the model cannot be told.
         report_ignored(context.record, [name for name in ("language", "languages") if getattr(body, name)])
     elif body.language:
-        language = _language(context, body.language, "language")
+        language = language_code(context.model, body.language, "language")
     elif candidates and not recognition.token_ids:
         # The model cannot choose among them.
         language = candidates[0]
     elif body.languages and not candidates:
-        language = _language(context, body.languages[0], "languages")
-    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=hint or None)
+        language = language_code(context.model, body.languages[0], "languages")
+    prompt = prompt_of(body.prompt, body.keywords)
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=prompt)
     return await _answer(context, upload, job, pauses=_pauses(body), languages=candidates)
 
 
@@ -296,12 +301,12 @@ async def _answer(
         raise UnsupportedParameter(
             "Speakers are not distinguished: 'diarized_json' is not supported.", param="response_format"
         )
-    if body.temperature and not _recognition(context).temperature:
+    if body.temperature and not recognition_of(context.model).temperature:
         report_ignored(context.record, ["temperature"])
     else:
-        job = msgspec.structs.replace(job, temperature=body.temperature)
+        job = replace(job, temperature=body.temperature)
     if body.prompt:
-        _check_prompt(context, "prompt")
+        check_prompt(context.model, "prompt")
     await asyncio.to_thread(require_audio)
     if len(body.file.content) > limits.max_file_size:
         raise audio_too_large(limits.max_file_size)
@@ -318,7 +323,7 @@ async def _transcribed(
 ) -> Reply:
     body = context.body
     limits = context.service.settings.audio
-    recognition = _recognition(context)
+    recognition = recognition_of(context.model)
     # What follows a window is there before the next one is cut.
     longest = recognition.max_seconds * max(limits.parallel_chunks, 2)
     await upload.reserve_decoded(decoded_size(longest, recognition.sample_rate))
@@ -332,7 +337,7 @@ async def _transcribed(
     )
     stream = getattr(body, "stream", False)
     options = TranscriptionOptions(
-        job=msgspec.structs.replace(job, language=job.language or recognition.language),
+        job=replace(job, language=job.language or recognition.language),
         languages=languages,
         words=_wants_words(body),
         live=stream and context.model.adapter.capabilities.streaming,
@@ -377,7 +382,7 @@ async def _events(transcription: Transcription, recording: Recording, *, logprob
             yield data_event(encode(TranscriptEvent(type="transcript.text.delta", delta=delta)))
     done = TranscriptEvent(type="transcript.text.done", text=transcription.text)
     if logprobs:
-        done = msgspec.structs.replace(done, logprobs=_logprobs(transcription))
+        done = replace(done, logprobs=_logprobs(transcription))
     yield data_event(encode(done))
 
 
@@ -418,7 +423,7 @@ def _rendered(
             usage=usage,
         )
         if "segment" in granularities or not granularities:
-            verbose = msgspec.structs.replace(
+            verbose = replace(
                 verbose,
                 segments=[
                     _segment(number, segment, recording.seconds, unknown) for number, segment in enumerate(segments)
@@ -426,7 +431,7 @@ def _rendered(
             )
         if "word" in granularities:
             words = [_word(word, recording.seconds) for word in transcription.words]
-            verbose = msgspec.structs.replace(verbose, words=words)
+            verbose = replace(verbose, words=words)
         return json_reply(verbose)
     if form == "srt":
         point = ","
@@ -484,19 +489,25 @@ def _line(segment: Segment) -> str:
     return " ".join(segment.text.split()).replace("-->", "->")
 
 
-def _recognition(context: RequestContext[Any]) -> Recognition:
-    recognition = context.model.adapter.capabilities.recognition
+def recognition_of(model: ServedModel) -> Recognition:
+    """Return how *model*, which recognizes speech, takes it."""
+    recognition = model.adapter.capabilities.recognition
     assert recognition is not None, "the model takes the job"
     return recognition
 
 
-def _language(context: RequestContext[Any], name: str, param: str) -> str:
-    """Return the code of the language that a request names. Raises :class:`InvalidRequest`."""
+def prompt_of(prompt: str | None, keywords: Sequence[str]) -> str | None:
+    """Return the prompt for a recognizer that has the *keywords* too; ``None`` for none."""
+    return " ".join(filter(None, (prompt, ", ".join(keywords)))) or None
+
+
+def language_code(model: ServedModel, name: str, param: str) -> str:
+    """Return the code of the language *name*. Raises :class:`InvalidRequest` if *model* does not take it."""
     code = code_of(name)
-    codes = _recognition(context).languages
+    codes = recognition_of(model).languages
     if code not in codes:
         raise InvalidRequest(
-            f"The model '{context.model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
+            f"The model '{model.name}' does not take the language '{name[:50]}'. It takes {', '.join(codes)}.",
             param=param,
             code="invalid_language",
         )
@@ -515,7 +526,7 @@ def _wants_logprobs(body: Any) -> bool:
 def _check_times(context: RequestContext[TranscriptionRequest]) -> None:
     """Raise :class:`UnsupportedParameter` for times of words where there is nothing to place words by."""
     body = context.body
-    recognition = _recognition(context)
+    recognition = recognition_of(context.model)
     if body.timestamp_granularities and body.response_format != "verbose_json":
         report_ignored(context.record, ["timestamp_granularities"])
     if _wants_words(body) and not (recognition.words or recognition.segments):
@@ -535,7 +546,7 @@ def _check_include(context: RequestContext[TranscriptionRequest]) -> None:
         raise InvalidValue(f"'include' takes 'logprobs', not '{unknown[0][:50]}'.", "include")
     if not _wants_logprobs(body):
         return
-    if not _recognition(context).logprobs:
+    if not recognition_of(context.model).logprobs:
         raise UnsupportedParameter(
             f"The model '{context.model.name}' returns no probabilities. If it does, its operator has to describe them "
             "('outputs.logprobs').",
@@ -545,11 +556,11 @@ def _check_include(context: RequestContext[TranscriptionRequest]) -> None:
         raise InvalidValue("'include' goes with the format 'json' only.", "include")
 
 
-def _check_prompt(context: RequestContext[Any], param: str) -> None:
-    if not _recognition(context).prompt:
+def check_prompt(model: ServedModel, param: str) -> None:
+    """Raise :class:`UnsupportedParameter`, about *param*, if *model* takes no prompt."""
+    if not recognition_of(model).prompt:
         raise UnsupportedParameter(
-            f"The model '{context.model.name}' takes no prompt. If it does, its operator has to configure it "
-            "('audio.prompt').",
+            f"The model '{model.name}' takes no prompt. If it does, its operator has to configure it ('audio.prompt').",
             param=param,
         )
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api.bodies import FileField, json_reply, new_id, unknown_field
+from triton_openai.api.bodies import FileField, Positive, json_reply, new_id, unknown_field
 from triton_openai.api.service import Service
 from triton_openai.api.uploaded_files import (
     ExpiresAfter,
@@ -62,7 +62,7 @@ class UploadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     filename: str
     purpose: Purpose
-    bytes: Annotated[int, Meta(ge=1)]
+    bytes: Positive
     #: It is not stored: the contents of a file are sent without a type.
     mime_type: str
     expires_after: ExpiresAfter | None = None

@@ -77,10 +77,16 @@ class LineRunner:
         try:
             reserved = await self._admit(running, picked)
             # The batch may have been cancelled or lost meanwhile.
-            if reserved and _may_start(running):
-                contents = await self._contents(running, reserved)
-                if contents and reserved and not running.lost:
-                    await self._run_all(running, reserved, contents)
+            if not (reserved and _may_start(running)):
+                return
+            contents = await self._contents(running, reserved)
+            if running.lost or not (contents and reserved):
+                return
+            if not _may_start(running):
+                # It was cancelled while its input was read.
+                await self._mark_stopped(running, [candidate.line.number for candidate in reserved])
+                return
+            await self._run_all(running, reserved, contents)
         finally:
             self._give_back(running, reserved)
 

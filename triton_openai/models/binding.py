@@ -155,13 +155,11 @@ def _mapping(settings: ModelSettings) -> TensorMapping | None:
     """Return the model's tensors, where its settings describe them."""
     audio = AudioFormat(**{name: getattr(settings.audio, name) for name in AudioFormat.__struct_fields__})
     mapping = TensorMapping(
-        inputs=settings.inputs,
-        constants=settings.constants,
-        outputs=settings.outputs,
-        text=settings.text,
-        audio=None if audio == AudioFormat() else audio,
+        inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text
     )
-    if mapping.describes or mapping.audio is not None:
+    if audio != AudioFormat():
+        return replace(mapping, audio=audio)
+    if mapping.describes:
         return mapping
     return None
 
@@ -173,22 +171,22 @@ def _priorities(adapter: Adapter, repository: Mapping[str, ModelConfig]) -> int:
     An ensemble hands a request's priority to each of its steps.
     """
     config = adapter.config
-    steps = [step for step in (repository.get(step.model) for step in config.steps) if step is not None]
-    own = max(config.priority_levels, adapter.capabilities.priority_levels)
-    return max([own, *(step.priority_levels for step in steps)])
+    levels = [config.priority_levels, adapter.capabilities.priority_levels]
+    levels += [repository[step.model].priority_levels for step in config.steps if step.model in repository]
+    return max(levels)
 
 
 def _why_unclaimed(config: ModelConfig) -> str:
     inputs = ", ".join(f"{spec.name}{'?' if spec.optional else ''} {spec.datatype}" for spec in config.inputs.values())
     outputs = ", ".join(f"{spec.name} {spec.datatype}" for spec in config.outputs.values())
     why = f"no adapter fits its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
-    audio = next((spec.name for spec in config.required if _may_be_audio(spec)), None)
+    audio = [spec.name for spec in config.required if _may_be_audio(spec)]
     texts = [spec.name for spec in config.outputs.values() if spec.datatype == "BYTES"]
-    if audio is None or not texts:
+    if not audio or not texts:
         return why
     return (
         f"{why}. If it recognizes speech, describe it in its settings: "
-        f"adapter: transcriber, inputs: {{audio: {audio}}}, outputs: {{text: {texts[0]}}}"
+        f"adapter: transcriber, inputs: {{audio: {audio[0]}}}, outputs: {{text: {texts[0]}}}"
     )
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import structlog
 
 from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError, UpstreamTimeout
@@ -32,6 +34,16 @@ PATIENCE = 30.0
 _INTERVAL = 10.0
 
 
+class _Trouble(msgspec.Struct):
+    """What the requests of a model have shown since it answered last."""
+
+    #: How many in a row had no answer, and how many of them waited in vain.
+    failures: int = 0
+    silences: int = 0
+    #: Whether it did not answer a small request.
+    silent: bool = False
+
+
 class Canary(Observer):
     """
     Probes *models* that seem not to answer: *ask* raises :class:`UpstreamError` if a model does not answer.
@@ -43,22 +55,21 @@ class Canary(Observer):
         self._models = models
         self._ask = ask
         self._metrics = metrics
-        self._failures: dict[str, int] = {}
+        # By Triton model, what its requests have shown since it answered last.
+        self._troubles: defaultdict[str, _Trouble] = defaultdict(_Trouble)
         #: By Triton model that is being asked: what asks it.
         self.asking: dict[str, asyncio.Task[None]] = {}
-        # How often in a row a client's request waited for a model in vain
-        self._silences: dict[str, int] = {}
-        # Those that did not answer a small request
-        self._silent: set[str] = set()
         #: The Triton models that are shown as not answering.
         self.not_answering: dict[str, ServedModel] = {}
 
     @property
     def any_answers(self) -> bool:
         """Whether at least one served model answers; if some models generate text, one of these."""
+        silent = {name for name, trouble in self._troubles.items() if trouble.silent}
         served = self._models.served.values()
         generating = {model.triton_model for model in served if "generate" in model.tasks}
-        return not self._silent or not (generating or {model.triton_model for model in served}) <= self._silent
+        expected = generating or {model.triton_model for model in served}
+        return not silent or not expected <= silent
 
     def ended(self, record: RequestRecord) -> None:
         """Update whether the model answers, by the end of a request."""
@@ -73,12 +84,13 @@ class Canary(Observer):
         if silence is None and _answered(record):
             self._forget(name)
         elif silence is not None or _left_without(record):
-            self._failures[name] = self._failures.get(name, 0) + 1
+            trouble = self._troubles[name]
+            trouble.failures += 1
             if silence is not None:
-                self._silences[name] = self._silences.get(name, 0) + 1
-                if self._silences[name] >= FAILURES:
+                trouble.silences += 1
+                if trouble.silences >= FAILURES:
                     self._show(name, model, silence.reason)
-            if self._failures[name] >= FAILURES and name not in self.asking:
+            if trouble.failures >= FAILURES and name not in self.asking:
                 # Without the context of the request that happened to be the last one.
                 self.asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
 
@@ -101,14 +113,15 @@ class Canary(Observer):
                     break
                 # Whoever refuses a request is there.
                 _log.debug("small request refused", model=name, reason=error.reason)
+            trouble = self._troubles[name]
             if reason is None:
-                self._silent.discard(name)
-                if self._silences.get(name, 0) < FAILURES:
+                trouble.silent = False
+                if trouble.silences < FAILURES:
                     break
             elif not await self._reachable():
                 break
             elif name in self._models.served:
-                self._silent.add(name)
+                trouble.silent = True
                 self._show(name, model, reason)
             await asyncio.sleep(_INTERVAL)
         self._forget(name)
@@ -117,7 +130,7 @@ class Canary(Observer):
         """Report that *model* does not answer, once."""
         if name not in self.not_answering:
             self.not_answering[name] = model
-            _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
+            _log.error("model does not answer", model=name, failures=self._troubles[name].failures, reason=reason)
             self._gauge(model).set(1)
 
     async def _reachable(self) -> bool:
@@ -126,9 +139,7 @@ class Canary(Observer):
 
     def _forget(self, name: str) -> None:
         """Reset the failures of the model *name*."""
-        self._failures.pop(name, None)
-        self._silences.pop(name, None)
-        self._silent.discard(name)
+        self._troubles.pop(name, None)
         task = self.asking.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import structlog
@@ -125,9 +124,7 @@ class ModelControl:
     async def _load(self, model: str, members: Sequence[Member]) -> None:
         async with self._draining.claim([model]):
             indexes, failures = await self._indexes(model, members)
-            missing = [
-                at for at, index in indexes.items() if model not in {entry.name for entry in index if entry.ready}
-            ]
+            missing = [member for member, index in indexes.items() if not _is_ready(index, model)]
             if not missing and not failures:
                 raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
 
@@ -190,16 +187,17 @@ class ModelControl:
 
     def _check(self, failures: Mapping[str, ServiceError], members: Sequence[Member], done: str) -> None:
         """Raise :class:`UpstreamError`, which says at which of several Tritons a model is *done*, if one failed."""
-        if failures and len(self._fleet.members) <= 1:
+        if not failures:
+            return
+        if len(self._fleet.members) <= 1:
             raise next(iter(failures.values()))
-        if failures:
-            well = [member.name for member in members if member.name not in failures]
-            problems = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
-            raise errors.UpstreamError(
-                f"This failed at {len(failures)} of {len(members)} Tritons. {problems}"
-                + (f" The model is {done} at {_listed(well)}." if well and done != "found" else ""),
-                detail="; ".join(f"{name}: {error.reason}" for name, error in failures.items()),
-            )
+        problems = " ".join(f"At '{name}': {error.message}" for name, error in failures.items())
+        message = f"This failed at {len(failures)} of {len(members)} Tritons. {problems}"
+        well = [member.name for member in members if member.name not in failures]
+        if well and done != "found":
+            message += f" The model is {done} at {_listed(well)}."
+        reasons = "; ".join(f"{name}: {error.reason}" for name, error in failures.items())
+        raise errors.UpstreamError(message, detail=reasons)
 
     def _why_not_served(self, model: str) -> str | None:
         snapshot = self._models.fleet.snapshot
@@ -237,9 +235,11 @@ class ModelControl:
                     await member.client.unload_model(model, dependents=dependents)
                     await _gone(member.client, every)
 
-                alone = endpoint is not None and len(self._fleet.members) > 1
-                closed = partial(self._fleet.leasing.drained, members[0]) if alone else self._draining.drained
-                async with closed(every, self._grace):
+                if endpoint is not None and len(self._fleet.members) > 1:
+                    drained = self._fleet.leasing.drained(members[0], every, self._grace)
+                else:
+                    drained = self._draining.drained(every, self._grace)
+                async with drained:
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     failures |= await self._change(loaded, unload, parallel=len(members))
             self._check(failures, members, "unloaded")
@@ -254,6 +254,11 @@ async def _gone(client: TritonClient, models: Collection[str]) -> None:
                 await asyncio.sleep(_PAUSE)
     except TimeoutError as error:
         raise errors.UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
+
+
+def _is_ready(index: Sequence[IndexEntry], model: str) -> bool:
+    """Return whether Triton has *model* ready."""
+    return any(entry.name == model and entry.ready for entry in index)
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:

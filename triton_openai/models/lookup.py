@@ -155,11 +155,11 @@ class Models:
             name = self.requested_name(name, key)
         if key.models is not None and not key.allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, key))
-        if name in self.served:
-            unlisted = None
-        else:
+        unlisted = None
+        if name not in self.served:
             unlisted = self.unlisted_lora(name)
-        if (name not in self.served and unlisted is None) or self.fleet.snapshot.error is not None:
+        known = name in self.served or unlisted is not None
+        if not known or self.fleet.snapshot.error is not None:
             await self.fleet.refresh_on_miss()
         model = self.served.get(name) or unlisted
         if model is not None:
@@ -205,11 +205,12 @@ class Models:
         names = [served for served in self.served if key.allows(served)]
         if len(names) > _MAX_SUGGESTED:
             return " GET /v1/models lists the models."
+        hint = ""
         if len(name) <= _MAX_COMPARED_CHARS:
             hint = did_you_mean(name, names)
-        else:
-            hint = ""
-        return hint or (f" Available: {', '.join(names)}." if names else "")
+        if not hint and names:
+            return f" Available: {', '.join(names)}."
+        return hint
 
     async def apply_settings(self, settings: Settings, *, reload: bool) -> None:
         """
@@ -333,12 +334,12 @@ def _misnamed(settings: Settings, known: Collection[str], served: Collection[str
     *known* are the models that Triton has, loaded or not, *served* further public names.
     """
     aliases = settings.aliases()
-    problems = {
-        name: f"The settings are for an alias: give them to the model '{aliases[name]}'."
-        if name in aliases
-        else f"The settings are for a model that Triton does not have.{did_you_mean(name, known)}"
-        for name in settings.models.keys() - set(known)
-    }
+    problems = {}
+    for name in settings.models.keys() - set(known):
+        if name in aliases:
+            problems[name] = f"The settings are for an alias: give them to the model '{aliases[name]}'."
+        else:
+            problems[name] = f"The settings are for a model that Triton does not have.{did_you_mean(name, known)}"
     default = settings.api.default_model
     if default is not None and default not in {*known, *served, *aliases}:
         problems[default] = f"The default model is none that Triton has.{did_you_mean(default, [*known, *served])}"

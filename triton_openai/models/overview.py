@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import msgspec
 
 from triton_openai.models.lookup import Models
@@ -74,10 +76,13 @@ def endpoint_lines(models: Models) -> list[EndpointLine]:
 def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
     """Return a line for each served model and each that waits, and for *unserved* ones that help no other."""
     snapshot = models.fleet.snapshot
-    further: dict[str, tuple[list[str], list[str]]] = {}
+    aliases: defaultdict[str, list[str]] = defaultdict(list)
+    loras: defaultdict[str, list[str]] = defaultdict(list)
     for name, model in sorted(models.served.items()):
-        if name != model.triton_model:
-            further.setdefault(model.triton_model, ([], []))[model.lora is not None].append(name)
+        if model.lora is not None:
+            loras[model.triton_model].append(name)
+        elif name != model.triton_model:
+            aliases[model.triton_model].append(name)
     lines = [
         ModelLine(
             name=name,
@@ -87,8 +92,8 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
             features=features_of(model),
             chat=model.can_chat,
             problem=None if model.lazy_prompter.problem is None else model.lazy_prompter.problem.message,
-            aliases=tuple(further.get(name, ([], []))[0]),
-            loras=tuple(further.get(name, ([], []))[1]),
+            aliases=tuple(aliases[name]),
+            loras=tuple(loras[name]),
         )
         for name, model in sorted(models.served.items())
         if name == model.triton_model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from triton_openai.adapters._common.base import Adapter, ModelMetadata
 from triton_openai.config.tree import DefaultParameters, ModelSettings
@@ -79,10 +79,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             return self
         own = {name: getattr(self, name) for name in ("name", "lora", "lora_delivery", "listed")}
         others = (
-            msgspec.structs.replace(self, variants=()),
+            replace(self, variants=()),
             *(other for other in self.variants if other is not variant),
         )
-        return msgspec.structs.replace(variant, **own, variants=others)
+        return replace(variant, **own, variants=others)
 
     @property
     def differences(self) -> Sequence[str]:
@@ -150,7 +150,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model with its own adapter, where another one answers for it; *why* is for a person to read."""
         if self.text_level is None:
             return self
-        return msgspec.structs.replace(self, adapter=self.text_level, reason=why, text_level=None)
+        return replace(self, adapter=self.text_level, reason=why, text_level=None)
 
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`, whose detail is for the log alone."""

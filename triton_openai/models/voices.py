@@ -119,13 +119,16 @@ class Voices:
             return voice, False
         own = self._speech.has_own_voice
         if len(voices) + own == 1:
-            return (None if own else next(iter(voices.values()))), True
+            # The model's own, if it is that.
+            return self.default_voice(), True
         if name is None and own:
             return None, False
         if name is None:
             raise missing("voice")
         names = self.names()
-        listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+        listed = ", ".join(names[:_MAX_LISTED])
+        if len(names) > _MAX_LISTED:
+            listed += ", ..."
         raise InvalidValue(f"The model '{self._model}' has no voice '{name[:100]}'. It has: {listed}.", "voice")
 
     def _read_folder(self, folder: Path) -> None:

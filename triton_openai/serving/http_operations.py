@@ -178,17 +178,16 @@ async def _send_file(request: web.Request, file: LocalFile | RemoteFile) -> web.
                 sent = "*"
             response.headers["Content-Range"] = f"bytes {sent}/{file.size}"
     response.content_length = max(0, end - start)
+    if request.method == "HEAD" or start >= end:
+        await response.prepare(request)
+        return response
     # Before the head: what fails now is still an error that the client can read.
-    if start < end and request.method != "HEAD":
-        piece = await file.read(start, end)
-    else:
-        piece = b""
+    piece = await file.read(start, end)
     await response.prepare(request)
     while piece:
         await response.write(piece)
         start += len(piece)
+        piece = b""
         if start < end:
             piece = await file.read(start, end)
-        else:
-            piece = b""
     return response

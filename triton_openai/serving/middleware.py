@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from triton_openai.access.authorizer import AUTHORIZER
 from triton_openai.access.browsers import BROWSER_GUARD
 from triton_openai.access.cors import CORS
-from triton_openai.access.keys import COUNTED, KEY, ROUTE_GROUPS
+from triton_openai.access.keys import INFERENCE_GROUPS, KEY, ROUTE_GROUPS
 from triton_openai.access.rate_limits import RESERVATION
 from triton_openai.draining import DRAINING
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, ServiceError
@@ -78,11 +78,11 @@ def _middleware(app: web.Application) -> Middleware:
             if cors.enabled:
                 response = cors.preflight(request)
             if response is None:
-                counted = group in COUNTED and request.method == "POST"
-                entered = await authorizer.enter(request.headers, group, record, counted=counted)
-                request[KEY] = entered.key
-                if entered.reservation is not None:
-                    request[RESERVATION] = entered.reservation
+                counted = group in INFERENCE_GROUPS and request.method == "POST"
+                authorized = await authorizer.authorize(request.headers, group, record, counted=counted)
+                request[KEY] = authorized.key
+                if authorized.reservation is not None:
+                    request[RESERVATION] = authorized.reservation
                 try:
                     response = await handler(request)
                 except web.HTTPException as error:

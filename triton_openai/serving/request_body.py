@@ -23,16 +23,19 @@ from triton_openai.serving.content_coding import codings, decoder_for
 EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
 
 
-def without_expect_header(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
+def without_misread_headers(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
     """
-    Return *message* without ``Expect``, which aiohttp would answer itself, and whether it expects ``100-continue``.
+    Return *message* without headers that aiohttp handles in another way, and whether it expects ``100-continue``.
 
-    Other expectations are ignored (RFC 9110, section 10.1.1).
+    These are ``Expect``, which aiohttp would answer itself, and a ``Range`` in another unit than bytes, which it would
+    refuse. Other expectations and units are ignored (RFC 9110, sections 10.1.1 and 14.2).
     """
-    if hdrs.EXPECT not in message.headers:
+    if hdrs.EXPECT not in message.headers and hdrs.RANGE not in message.headers:
         return message, False
     headers = CIMultiDict(message.headers)
-    expected = ",".join(headers.popall(hdrs.EXPECT)).lower().split(",")
+    expected = ",".join(headers.popall(hdrs.EXPECT, ())).lower().split(",")
+    if not headers.get(hdrs.RANGE, "").startswith("bytes="):
+        headers.popall(hdrs.RANGE, None)
     message = message._replace(headers=CIMultiDictProxy(headers))
     return message, message.version >= HttpVersion11 and "100-continue" in map(str.strip, expected)
 

@@ -19,7 +19,7 @@ from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
 from triton_openai.draining import Draining
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.connections import Connection
-from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expect_header
+from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_misread_headers
 from triton_openai.tasks import cancel, spawn, wait_any
 from triton_openai.telemetry.request_record import OBSERVERS, Observer
 
@@ -76,7 +76,7 @@ class HttpServer:
         def begin(message: RawRequestMessage, payload: StreamReader, protocol: Any, *rest: Any) -> web.BaseRequest:
             """Make a request when its head is complete."""
             protocol.begin_answer()
-            message, expects_continue = without_expect_header(message)
+            message, expects_continue = without_misread_headers(message)
             if message.version not in _VERSIONS:
                 # The parser takes HTTP/0.9 and HTTP/2.0 too, which look like HTTP/1.0 to it.
                 message = message._replace(version=HttpVersion10, should_close=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from triton_openai.access.authorizer import Authorizer, Entered
+from triton_openai.access.authorizer import AuthorizedCall, Authorizer
 from triton_openai.access.keys import RouteGroup
 from triton_openai.access.rate_limits import Reservation
 from triton_openai.errors import ServiceError, UpstreamUnavailable
@@ -91,7 +91,7 @@ class CallSession(ABC):
         self,
         record: RequestRecord,
         group: RouteGroup,
-        work: Callable[[Entered], Awaitable[None]],
+        work: Callable[[AuthorizedCall], Awaitable[None]],
         failed: Callable[[ServiceError], Awaitable[None]],
     ) -> None:
         """
@@ -101,12 +101,12 @@ class CallSession(ABC):
         """
         reservation: Reservation | None = None
 
-        async def enter_and_work() -> None:
+        async def authorize_and_work() -> None:
             nonlocal reservation
             self._executor.draining.check()
-            entered = await self._authorizer.enter(self.opening.headers, group, record, counted=True)
-            reservation = entered.reservation
-            await work(entered)
+            authorized = await self._authorizer.authorize(self.opening.headers, group, record, counted=True)
+            reservation = authorized.reservation
+            await work(authorized)
             record.status = 200
 
         async def report(error: ServiceError) -> None:
@@ -114,7 +114,7 @@ class CallSession(ABC):
             await failed(error)
 
         try:
-            await self._executor.run(record, enter_and_work, failed=report, reservation=lambda: reservation)
+            await self._executor.run(record, authorize_and_work, failed=report, reservation=lambda: reservation)
         except ConnectionError:
             # Nobody reads a further answer.
             self.ended = True

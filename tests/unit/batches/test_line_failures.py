@@ -666,6 +666,36 @@ async def test_an_input_that_cannot_be_read(name: str, tmp_path: Path, monkeypat
         assert 20 == (await one.ended(bad)).succeeded
 
 
+async def test_a_batch_that_is_cancelled_while_its_input_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its lines starts any more, and each has one result."""
+    reading = threading.Event()
+    over = threading.Event()
+    read = os.pread
+
+    def slow_read(descriptor: int, length: int, start: int) -> bytes:
+        reading.set()
+        over.wait()
+        return read(descriptor, length, start)
+
+    async with process(tmp_path) as one:
+        one.host.busy = True
+        batch = await one.batch(NAMES)
+        await one.until(batch, lambda found: found.id in one.runner._batches)
+        await one.until(batch, lambda found: one.runner._batches[found.id].input >= 0)
+        monkeypatch.setattr(os, "pread", slow_read)
+        one.host.busy = False
+        try:
+            await one.until(batch, lambda _: reading.is_set())
+            await one.files.store.batches.change(batch.id, lambda found: found.set_status("cancelling"))
+            one.runner.wake()
+            await one.until(batch, lambda _: one.runner._batches[batch.id].batch.status == "cancelling")
+        finally:
+            over.set()
+        assert {name: ["batch_cancelled"] for name in NAMES} == one.results(await one.ended(batch))
+
+
 async def test_one_line_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector below one line holds none of the other lines of its batch."""
     read = os.pread

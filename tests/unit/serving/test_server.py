@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.cases import every_case
 from tests.loops import on_uvloop
 from tests.tls_fixture import Authority
 from triton_openai.config.tree import LimitSettings
@@ -37,6 +39,7 @@ class Server:
         app.router.add_get("/", self._answer)
         app.router.add_get("/large", self._answer_much)
         app.router.add_post("/", self._answer)
+        app.router.add_get("/file", self._send_file)
         self.draining = Draining()
         self.http = HttpServer(app, LimitSettings(), tls=tls)
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -47,6 +50,9 @@ class Server:
 
     async def _answer_much(self, _: web.Request) -> web.Response:
         return web.Response(body=bytes(_LARGE))
+
+    async def _send_file(self, _: web.Request) -> web.FileResponse:
+        return web.FileResponse(__file__)
 
     def connected(self, count: int = _CLIENTS) -> list[socket.socket]:
         """Return connections that the kernel has accepted: the event loop has had no turn to."""
@@ -195,3 +201,13 @@ async def test_a_client_that_still_sends_gets_its_answer(monkeypatch: pytest.Mon
         assert b"answer" == await reader.read()
         await asyncio.wait_for(stopping, 120)
         writer.close()
+
+
+@every_case("asked, status", (("bytes=0-3", 206), ("lines=0-3", 200), ("Bytes=0-3", 200), ("", 200)))
+async def test_a_range_in_another_unit_is_ignored(asked: str, status: int) -> None:
+    """A range in bytes is a part of the file; for any other unit, the answer is the whole file."""
+    async with serving() as server, aiohttp.ClientSession() as client:
+        url = f"http://127.0.0.1:{server.address[1]}/file"
+        async with client.get(url, headers={"Range": asked}) as answer:
+            assert status == answer.status
+            assert (len(await answer.read()) == 4) == (status == 206)

@@ -11,6 +11,7 @@ import msgspec
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
+from triton_openai.api.bodies import encode
 from triton_openai.api.cut_json import read_cut_object
 from triton_openai.api.messages import types
 from triton_openai.api.sse import EventRenderer, event
@@ -19,8 +20,6 @@ from triton_openai.generation import AnswerState, Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 from triton_openai.telemetry.request_record import RequestRecord
-
-_encode = msgspec.json.Encoder().encode
 
 
 def message_usage(progress: AnswerState) -> types.MessageUsage:
@@ -180,7 +179,7 @@ class MessageEvents(EventRenderer):
         return event(
             "content_block_delta",
             b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
-            % (self._index, kind, field, _encode(text)),
+            % (self._index, kind, field, encode(text)),
         )
 
     def _close(self) -> bytes:
@@ -203,7 +202,7 @@ class MessageEvents(EventRenderer):
 
 
 def _event(data: types.MessageEvent) -> bytes:
-    return event(data.type, _encode(data))
+    return event(data.type, encode(data))
 
 
 OVERLOADED = 529
@@ -271,7 +270,7 @@ def envelope(error: ServiceError, request_id: str) -> bytes:
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = anthropic_error_type(anthropic_status(type(error)))
-    return _encode(AnthropicEnvelope(error=AnthropicError(type=kind, message=message), request_id=request_id))
+    return encode(AnthropicEnvelope(error=AnthropicError(type=kind, message=message), request_id=request_id))
 
 
 def add_request_id(record: RequestRecord) -> None:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeAlias, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
+from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest, NotNegative, Positive, Share
 from triton_openai.api.paging import Page
-from triton_openai.api.parameters import accepting, ignoring
+from triton_openai.api.parameters import Temperature, accepting, ignoring
 from triton_openai.api.tools import MAX_TOOLS
 
 _MAX_BLOCKS = 4096
@@ -228,12 +228,12 @@ class CountTokensRequest(ModelRequest, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """A conversation to continue. ``max_tokens`` may ask for more than the model's context has room for."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: NotNegative | None = None
     #: The older name of ``output_config.format``.
     output_format: OutputFormatParam | None = None
 

@@ -15,13 +15,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from triton_openai.api.bodies import encode, explain, new_id
+from triton_openai.api.bodies import Milliseconds, Share, encode, explain, new_id
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError
 from triton_openai.media.voice_activity import Pauses
 
 _T = TypeVar("_T", bound=msgspec.Struct)
-_Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
 _Text = Annotated[str, Meta(max_length=4096)]
 #: The samples a second of G.711 (ITU-T), and of OpenAI's PCM.
 G711_RATE = 8_000
@@ -76,9 +74,9 @@ class DetectionUpdate(msgspec.Struct, frozen=True):
     """How the ends of turns are detected. A field that is left out stays as it was."""
 
     type: Literal["server_vad", "semantic_vad"] | UnsetType = UNSET
-    threshold: _Share | UnsetType | None = UNSET
-    prefix_padding_ms: _Milliseconds | UnsetType | None = UNSET
-    silence_duration_ms: _Milliseconds | UnsetType | None = UNSET
+    threshold: Share | UnsetType | None = UNSET
+    prefix_padding_ms: Milliseconds | UnsetType | None = UNSET
+    silence_duration_ms: Milliseconds | UnsetType | None = UNSET
 
 
 class InputUpdate(msgspec.Struct, frozen=True):

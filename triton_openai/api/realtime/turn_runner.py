@@ -7,12 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from triton_openai.access.authorizer import Entered
+from msgspec.structs import asdict
+
+from triton_openai.access.authorizer import AuthorizedCall
 from triton_openai.api.media_limits import counting_audio
 from triton_openai.api.realtime.events import TranscriptionSettings, error_body, server_event
 from triton_openai.api.realtime.input_audio import InputAudio
-from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of, recognition_of
+from triton_openai.api.realtime.turns import LiveTurn, Turn, TurnRequest, WholeTurn, job_of
 from triton_openai.api.service import Service, begin
+from triton_openai.api.transcriptions import recognition_of
 from triton_openai.errors import ServiceError, ServiceOverloaded
 from triton_openai.models.served import ServedModel
 from triton_openai.operations import Call, NoStream, Operation
@@ -169,15 +172,15 @@ class Turns:
         async def on_delta(delta: str) -> None:
             await self._send(f"{_PREFIX}.delta", **part, delta=delta)
 
-        async def work(entered: Entered) -> None:
+        async def work(authorized: AuthorizedCall) -> None:
             call: Call[TurnRequest] = Call(
                 self._operation,
-                TurnRequest.of(settings),
-                entered.key,
+                TurnRequest(**asdict(settings)),
+                authorized.key,
                 record,
                 NoStream(),
                 headers=self._session.opening.headers,
-                reservation=entered.reservation,
+                reservation=authorized.reservation,
             )
             async with counting_audio(self._service, call):
                 try:

@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from triton_openai.adapters._common.base import Recognition
 from triton_openai.answer.live_transcription import LiveTranscription, do_nothing
 from triton_openai.answer.recognition import TranscriptionOptions
 from triton_openai.answer.run_group import timeout_error
@@ -24,7 +23,8 @@ from triton_openai.api.bodies import ModelRequest, new_id
 from triton_openai.api.media_limits import media_reservation
 from triton_openai.api.realtime.events import TranscriptionSettings
 from triton_openai.api.service import RequestContext
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.api.transcriptions import check_prompt, language_code, prompt_of, recognition_of
+from triton_openai.errors import InvalidRequest
 from triton_openai.jobs import TranscriptionJob
 from triton_openai.languages import code_of
 from triton_openai.media.audio import Recording, decoded_size
@@ -37,23 +37,12 @@ _TRANSCRIPTION = "session.audio.input.transcription"
 
 
 class TurnRequest(ModelRequest, kw_only=True):
-    """What a turn asks for, as logs and traces have it."""
+    """What a turn asks for, as logs and traces have it: the fields of :class:`TranscriptionSettings`."""
 
     language: str | None = None
-    languages: tuple[str, ...] = ()
+    languages: Sequence[str] = ()
     prompt: str | None = None
-    keywords: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, settings: TranscriptionSettings) -> TurnRequest:
-        """Return the request with *settings*."""
-        return cls(
-            model=settings.model,
-            language=settings.language,
-            languages=tuple(settings.languages),
-            prompt=settings.prompt,
-            keywords=tuple(settings.keywords),
-        )
+    keywords: Sequence[str] = ()
 
 
 class TurnText(msgspec.Struct, frozen=True):
@@ -63,13 +52,6 @@ class TurnText(msgspec.Struct, frozen=True):
     language: str | None
 
 
-def recognition_of(model: ServedModel) -> Recognition:
-    """Return how *model*, which recognizes speech, takes it."""
-    recognition = model.adapter.capabilities.recognition
-    assert recognition is not None, "the model takes the job"
-    return recognition
-
-
 def job_of(model: ServedModel, settings: TranscriptionSettings) -> tuple[TranscriptionJob, Sequence[str]]:
     """
     Return the job that *settings* ask of *model*, and the codes of the languages that the audio can be in.
@@ -77,33 +59,18 @@ def job_of(model: ServedModel, settings: TranscriptionSettings) -> tuple[Transcr
     A language is ignored by a model that takes none: some clients send "en" to all. Raises :class:`InvalidRequest`.
     """
     recognition = recognition_of(model)
-    hint = ", ".join(settings.keywords)
-    if settings.prompt and hint:
-        hint = f"{settings.prompt} {hint}"
-    elif settings.prompt:
-        hint = settings.prompt
-    if hint and not recognition.prompt:
-        raise UnsupportedParameter(
-            f"The model '{model.name}' takes no prompt. If it does, its operator has to configure it ('audio.prompt').",
-            param=f"{_TRANSCRIPTION}.prompt",
-        )
+    prompt = prompt_of(settings.prompt, settings.keywords)
+    if prompt is not None:
+        check_prompt(model, f"{_TRANSCRIPTION}.prompt")
     languages = [code for code in map(code_of, settings.languages) if code in recognition.languages]
     language = None
     if recognition.languages and settings.language:
-        language = code_of(settings.language)
-        if language not in recognition.languages:
-            raise InvalidRequest(
-                f"The model '{model.name}' does not take the language '{settings.language[:50]}'. It takes "
-                f"{', '.join(recognition.languages)}.",
-                param=f"{_TRANSCRIPTION}.language",
-                code="invalid_language",
-            )
+        language = language_code(model, settings.language, f"{_TRANSCRIPTION}.language")
     elif languages and not recognition.token_ids:
         # The model cannot choose among them.
         language = languages[0]
-    job = TranscriptionJob(
-        id=new_id("transcr"), samples=b"", language=language or recognition.language, prompt=hint or None
-    )
+    language = language or recognition.language
+    job = TranscriptionJob(id=new_id("transcr"), samples=b"", language=language, prompt=prompt)
     return job, languages
 
 

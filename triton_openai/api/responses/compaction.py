@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from secrets import token_hex
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from triton_openai.answer.run_group import collect
 from triton_openai.api.agents import seal, seals_all
@@ -86,7 +86,7 @@ async def compact_beyond_threshold(context: RequestContext[Conversation], reques
         [*conversation.messages, UserMessage(content=SUMMARIZE)],
         NO_TOOLS,
         options,
-        msgspec.structs.replace(conversation.origins, messages=origins),
+        replace(conversation.origins, messages=origins),
     )
     prepared = await prepare_chat(context.about(asked), f"cmp_{token_hex(16)}", fitting=True)
     (answer,) = await collect(prepared.runs, timeout=context.limits.total)
@@ -111,7 +111,7 @@ async def prepare_without_summary(context: RequestContext[Conversation], answer_
     What is wrong with the request shows before its answer begins. Raises as :func:`prepare_chat`.
     """
     conversation = context.body
-    shortened = msgspec.structs.replace(conversation, messages=list(conversation.messages))
+    shortened = replace(conversation, messages=list(conversation.messages))
     _replace_by("", shortened)
     return await prepare_chat(context.about(shortened), answer_id, fitting=True)
 
@@ -126,7 +126,7 @@ def _replace_by(summary: str, conversation: Conversation) -> None:
     origins = list(conversation.origins.messages or ())
     conversation.messages.insert(len(kept), AssistantMessage(content=summary_text(summary)))
     origins.insert(len(kept), last)
-    conversation.origins = msgspec.structs.replace(conversation.origins, messages=origins)
+    conversation.origins = replace(conversation.origins, messages=origins)
 
 
 def _threshold(context: RequestContext[Conversation], request: ParsedRequest) -> int | None:

@@ -55,7 +55,7 @@ class ConversationObject(msgspec.Struct, kw_only=True):
     """A conversation."""
 
     id: str
-    object: Literal["conversation"] = msgspec.field(name="object", default="conversation")
+    object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: dict[str, str]
 

@@ -9,6 +9,7 @@ from secrets import token_hex
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from triton_openai import errors, offload
 from triton_openai.answer.run import Run
@@ -53,13 +54,9 @@ _REPEATED = (
 _MESSAGES = "input"
 
 
-async def create(service: Service, call: Call[ResponsesRequest]) -> Reply:
+async def create(service: Service, call: Call[ResponsesRequest], recent: RecentLane | None = None) -> Reply:
     """Answer with a response."""
-    return await respond(service, call)
-
-
-async def respond(service: Service, call: Call[ResponsesRequest], recent: RecentLane | None = None) -> Reply:
-    """Answer with a response, which may go on from one of the *recent* responses of its connection."""
+    # Over a WebSocket, it may go on from one of the recent responses of the connection.
     context = await begin(service, call, read_as_chat=True)
     body = context.body
     if body.previous_response_id is not None and body.conversation is not None:
@@ -85,14 +82,15 @@ async def prewarm(service: Service, call: Call[ResponsesRequest], recent: Recent
     made = _begun(context, recent)
     async with _conversation(context, made) as (asked, _):
         # Renders and tokenizes the prompt, so that what is wrong with it shows now.
-        await agents.count_tokens(asked)
-    # The next response asks the model, and is charged for them.
-    call.record.input_tokens = 0
+        call.record.input_tokens = await agents.count_tokens(asked)
+    if call.reservation is not None:
+        # The next response asks the model, and is charged for the tokens.
+        call.reservation.close(0)
     made.response.status = "completed"
     made.response.completed_at = now()
     await made.finalize()
     recent.put(made)
-    begun = msgspec.structs.replace(made.response, status="in_progress", completed_at=None)
+    begun = replace(made.response, status="in_progress", completed_at=None)
     headers = call.record.answer_headers()
     created = response_event("response.created", 0, JSON_LINES, response=begun, headers=headers)
     return created + terminal_events(made.response, 1, framing=JSON_LINES, headers=headers)
@@ -305,8 +303,8 @@ async def _begin_in_background(context: RequestContext[ResponsesRequest], made: 
         async with AsyncExitStack() as stack:
             stack.callback(record.free_memory)
             # Its events are stored as they come, whether or not its client asks for a stream.
-            limits = msgspec.structs.replace(context.limits, times_tokens=True)
-            own = msgspec.structs.replace(context, record=record, limits=limits)
+            limits = replace(context.limits, times_tokens=True)
+            own = replace(context, record=record, limits=limits)
             asked, request = await stack.enter_async_context(_conversation(own, made))
             prepare = partial(_prepare_for_later, request=request, answer_id=made.response.id)
             prepared = await asked.admitted(prepare, param=_MESSAGES, runs=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from triton_openai.api.agents import seal
+from triton_openai.api.bodies import encode
 from triton_openai.api.logprobs import ContentLogprob
 from triton_openai.api.responses import objects
 from triton_openai.api.responses.item_events import ITEM_KINDS, SUMMARY
@@ -18,8 +18,6 @@ from triton_openai.api.tools import custom_input
 from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
 from triton_openai.parsers.tools.json_text import is_object
-
-_encode = msgspec.json.Encoder().encode
 
 
 class ItemRenderer:
@@ -118,7 +116,7 @@ class ItemRenderer:
             return b""
         number = self.next_number
         self.next_number = number + 1
-        return self._head + b"%d" % number + self._middle + _encode(text) + self._tail
+        return self._head + b"%d" % number + self._middle + encode(text) + self._tail
 
     def begin(self, kind: type[objects.OutputMessage | objects.OutputReasoning]) -> bytes:
         """Return the events that begin an item of *kind*, unless one is open."""
@@ -198,4 +196,4 @@ class ItemRenderer:
 
 def response_event(kind: str, number: int, framing: Framing = SERVER_SENT, **fields: Any) -> bytes:
     """Return the event of *kind* with the sequence number *number*."""
-    return framing.event(kind, _encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))
+    return framing.event(kind, encode(objects.ResponseEvent(type=kind, sequence_number=number, **fields)))

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api import guides, parameters
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, decoded_arguments
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, Positive, Share, decoded_arguments
 from triton_openai.api.logprobs import ContentLogprob
 from triton_openai.api.paging import Page
 
@@ -47,7 +47,7 @@ class ReasoningOptions(msgspec.Struct):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     max_tokens: (
-        Annotated[int, Meta(ge=-1, description="The most tokens of thinking: an extension of OpenRouter.")] | None
+        Annotated[parameters.Limit, Meta(description="The most tokens of thinking: an extension of OpenRouter.")] | None
     ) = None
 
 
@@ -55,7 +55,7 @@ class ContextEdit(msgspec.Struct):
     """When a conversation is compacted: beyond a number of tokens, by default three quarters of the context."""
 
     type: Literal["compaction"]
-    compact_threshold: Annotated[int, Meta(ge=1)] | None = None
+    compact_threshold: Positive | None = None
 
 
 class ConversationId(msgspec.Struct):
@@ -102,7 +102,7 @@ Includable = Literal[
 class ResponsesRequest(ItemsRequest, kw_only=True):
     """The request. The fields below ``top_p`` are extensions, which chats have too."""
 
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Positive | None = None
     stream: bool | None = None
     stream_options: parameters.StreamOptions | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
@@ -111,23 +111,23 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[Includable] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: parameters.Alternatives | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Positive | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: parameters.Temperature | None = None
+    top_p: Share | None = None
+    top_k: parameters.Limit | None = None
+    min_p: Share | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    frequency_penalty: parameters.Penalty | None = None
+    presence_penalty: parameters.Penalty | None = None
+    repetition_penalty: parameters.Factor | None = None
+    thinking_token_budget: parameters.Limit | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -278,7 +278,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """A response. What was asked for is told with the values that were used."""
 
     id: str
-    object: Literal["response"] = msgspec.field(name="object", default="response")
+    object: Literal["response"] = "response"
     created_at: int
     conversation: Mapping[str, str] | None = None
     status: ResponseStatus = "in_progress"
@@ -316,7 +316,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
     """The user's messages, and last an item of the type ``compaction``, whose ``encrypted_content`` is the summary."""
 
     id: str
-    object: Literal["response.compaction"] = msgspec.field(name="object", default="response.compaction")
+    object: Literal["response.compaction"] = "response.compaction"
     created_at: int
     output: Sequence[Item]
     usage: ResponseUsage
@@ -325,7 +325,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 class InputTokens(msgspec.Struct, kw_only=True):
     """How many tokens an input has."""
 
-    object: Literal["response.input_tokens"] = msgspec.field(name="object", default="response.input_tokens")
+    object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
@@ -333,9 +333,7 @@ class Deleted(msgspec.Struct, kw_only=True):
     """The answer to a deletion; ``object`` says of what."""
 
     id: str
-    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"] = msgspec.field(
-        name="object"
-    )
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted", "file"]
     deleted: bool = True
 
 

@@ -110,12 +110,7 @@ async def page_of(service: Service, call: Call[Any], key: str, name: str, order:
 
 def list_of(rows: Sequence[Row], *, more: bool = False) -> ItemList:
     """Return a list of the items in *rows*; *more* is whether others follow."""
-    if rows:
-        first = rows[0].id
-        last = rows[-1].id
-    else:
-        first = None
-        last = None
+    page = ItemList.of(rows, more=more)
     # They are in JSON already.
-    data = cast(Sequence[Item], [msgspec.Raw(row.data) for row in rows])
-    return ItemList(data=data, first_id=first, last_id=last, has_more=more)
+    page.data = cast(Sequence[Item], [msgspec.Raw(row.data) for row in rows])
+    return page

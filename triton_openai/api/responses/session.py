@@ -20,11 +20,11 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai import errors, offload
-from triton_openai.access.authorizer import Entered
+from triton_openai.access.authorizer import AuthorizedCall
 from triton_openai.answer.run import Run
 from triton_openai.answer.run_group import RunGroup
 from triton_openai.api.bodies import decode_json, encode
-from triton_openai.api.responses.create import prewarm, respond
+from triton_openai.api.responses.create import create, prewarm
 from triton_openai.api.responses.objects import ResponsesRequest
 from triton_openai.api.responses.stored import RecentResponses
 from triton_openai.api.service import Service
@@ -154,8 +154,8 @@ class ResponsesSession(CallSession):
         record = frame.record
         record.began = time.monotonic()
 
-        async def work(entered: Entered) -> None:
-            await self._respond(frame, entered)
+        async def work(authorized: AuthorizedCall) -> None:
+            await self._respond(frame, authorized)
 
         async def failed(error: errors.ServiceError) -> None:
             self._recent.drop(frame.stream_id)
@@ -165,7 +165,7 @@ class ResponsesSession(CallSession):
         # Nobody reads a further answer.
         self.ended = self.ended or record.client_left
 
-    async def _respond(self, frame: _Frame, entered: Entered) -> None:
+    async def _respond(self, frame: _Frame, authorized: AuthorizedCall) -> None:
         """Send the response to *frame*. Raises :class:`ServiceError`."""
         if frame.error is not None:
             raise frame.error
@@ -183,17 +183,17 @@ class ResponsesSession(CallSession):
         call: Call[Any] = Call(
             self._operation,
             request,
-            entered.key,
+            authorized.key,
             frame.record,
             output,
             headers=self.opening.headers,
-            reservation=entered.reservation,
+            reservation=authorized.reservation,
         )
         recent = self._recent.lane(frame.stream_id)
         if request.generate is False:
             await output.send(await prewarm(service, call, recent))
         else:
-            await respond(service, call, recent)
+            await create(service, call, recent)
 
     def error_frame(self, error: errors.ServiceError, headers: Mapping[str, str]) -> bytes:
         # The fields of OpenAI's event, and the headers as Codex CLI reads them.

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from triton_openai import errors, offload
 from triton_openai.api.responses.event_log import EVENTS, LEASE_SECONDS, EventLog
@@ -294,7 +295,7 @@ class StoredResponse:
 
         Its maker renews the lease within *lease* seconds. Returns whether it is stored.
         """
-        head = msgspec.structs.replace(response or self.response, output=())
+        head = replace(response or self.response, output=())
         encoded = await offload.run(msgspec.json.encode, head, cost=offload.rendering_cost(head))
         if head.conversation is None:
             parent = head.previous_response_id
@@ -316,7 +317,7 @@ class StoredResponse:
 
     async def save_placeholder(self) -> None:
         """Store a stream, before it is made, as failed: that it is if this process ends before the stream."""
-        lost = msgspec.structs.replace(self.response, status="failed", error=INTERRUPTED)
+        lost = replace(self.response, status="failed", error=INTERRUPTED)
         try:
             await self.save(self.input, response=lost)
         except errors.StoreUnavailable as error:

@@ -182,9 +182,9 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
     for folder in folders:
         if folder.is_relative_to(inside):
             return folder
-    raise ConfigurationError(
-        f"its folder {path!r} lies outside of {root}" if folders else f"there is no folder {path!r} in {root}"
-    )
+    if folders:
+        raise ConfigurationError(f"its folder {path!r} lies outside of {root}")
+    raise ConfigurationError(f"there is no folder {path!r} in {root}")
 
 
 def check(folder: Path, root: Path, form: LoraFormat) -> None:

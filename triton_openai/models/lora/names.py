@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from triton_openai.config.tree import Settings
 from triton_openai.generation import Lora, LoraFormat
@@ -71,7 +71,7 @@ class LoraModels:
         model = served.get(base)
         if not lora or model is None or model.lora is not None or model.triton_model not in self._unlisted:
             return None
-        return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
+        return replace(model, name=name, lora=Lora(name=lora), listed=False)
 
     def _bound(self, model: ServedModel, lora: FoundLora, name: str) -> ServedModel:
         form = model.adapter.capabilities.lora
@@ -80,7 +80,7 @@ class LoraModels:
             key = (model.name, lora, form)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
             delivery = self._deliveries.setdefault(key, LoraDeliveries(partial(asyncio.to_thread, lora.read, form)))
-        return msgspec.structs.replace(model, name=name, lora=lora, lora_delivery=delivery)
+        return replace(model, name=name, lora=lora, lora_delivery=delivery)
 
 
 def _only_backend_knows(model: ServedModel, settings: Settings) -> bool:
