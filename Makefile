@@ -110,6 +110,8 @@ type: $(VENV)/.develop ## check types with mypy
 	$(BIN)/mypy
 
 .PHONY: unit
+# Unit tests seldom wait, and each process imports everything first: one more than cores is enough.
+unit pythons: PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 6 ? n : 6 )))
 unit: $(VENV)/.develop ## run the tests that need no Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest tests/unit $(WITHOUT_EXTENDED) $(PARALLEL) $(ARGS)
 

@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _OTHERS = {
 _REGISTERED = re.compile(r'"(\w+)":\s*\(\s*"(\w+)",\s*"(\w+)",?\s*\)')
 
 
+@cache
 def tables() -> Mapping[str, Any]:
     """Return the tables of the model file, which can be imported inside Triton only."""
     values: dict[str, Any] = {}

@@ -160,22 +160,23 @@ async def test_nothing_is_decompressed_for_who_is_not_let_in(coding: str, method
     packed = bomb(coding)
     assert coding != "br" or 809 == len(packed)
 
-    async def ask(port: int) -> int:
+    async def ask(port: int, *headers: str) -> int:
         async with connected(port) as client:
-            client.writer.write(request(f"Content-Encoding: {coding}", method=method, path=path, body=packed))
+            client.writer.write(request(*headers, method=method, path=path, body=packed))
             return (await client.answer())[0]
 
     async with guarded() as port:
-        spent = []
-        # Other programs on the machine only ever make a measurement longer.
+        spent: dict[str, list[float]] = {"": [], f"Content-Encoding: {coding}": []}
         for _ in range(3):
-            began = time.thread_time()
-            statuses = await asyncio.gather(*[ask(port) for _ in range(4)])
-            spent.append(time.thread_time() - began)
-            assert {200 if method == "GET" else 401} == set(statuses)
+            for header, times in spent.items():
+                began = time.thread_time()
+                statuses = await asyncio.gather(*[ask(port, *filter(None, [header])) for _ in range(4)])
+                times.append(time.thread_time() - began)
+                assert {200 if method == "GET" else 401} == set(statuses)
 
-    # One of them alone took 100 times as long.
-    assert min(spent) < 0.1
+    # Other programs on the machine only ever make a measurement longer. One of them alone took 100 times as long.
+    plain, encoded = map(min, spent.values())
+    assert encoded < 10 * plain
 
 
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "GZIP", "deflate", "identity", ""])
@@ -229,7 +230,11 @@ async def test_a_body_that_becomes_too_large(coding: str) -> None:
     packed = bomb(coding)
     async with guarded() as port, connected(port) as client:
         spent = []
+        decompressed = []
         for _ in range(3):
+            began = time.thread_time()
+            zlib.decompressobj(wbits=47 if coding == "gzip" else 15).decompress(packed)
+            decompressed.append(time.thread_time() - began)
             began = time.thread_time()
             client.writer.write(request(f"Content-Encoding: {coding}", "api-key: sk-right", body=packed))
             status, headers, body = await client.answer()
@@ -237,7 +242,8 @@ async def test_a_body_that_becomes_too_large(coding: str) -> None:
             assert (413, "request_too_large") == (status, body["error"]["code"])
             assert str(ROOM) in body["error"]["message"]
             assert "connection" not in headers
-        assert min(spent) < 0.025
+        # To decompress it in the event loop would be a part of what is spent there. It is done in another thread.
+        assert 2 * min(spent) < min(decompressed)
 
 
 GZIPPED = gzip.compress(BODY)

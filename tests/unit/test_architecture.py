@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax_trees import nodes
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "triton_openai"
 
@@ -59,7 +61,13 @@ def _modules() -> dict[str, ast.Module]:
 @cache
 def _nodes(tree: ast.AST) -> list[ast.AST]:
     """Return all nodes of *tree*, which a dozen rules look at."""
-    return list(ast.walk(tree))
+    return nodes(tree)
+
+
+@cache
+def _import_statements(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
+    """Return those of *tree*: few nodes are, and half of the rules look for them."""
+    return [node for node in _nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,13 +76,14 @@ def _forgotten() -> Iterator[None]:
     yield
     _modules.cache_clear()
     _nodes.cache_clear()
+    _import_statements.cache_clear()
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
-    for node in _nodes(tree):
+    for node in _import_statements(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 parents = package.split(".")[: -node.level + 1 or None]
@@ -409,8 +418,15 @@ def _loads(node: ast.Attribute | ast.Name) -> bool:
     return isinstance(node.ctx, ast.Load)
 
 
+def _called(node: ast.Call) -> str:
+    """Return the name of the function that *node* calls, or "" if it is no plain name."""
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
 def _own(node: ast.expr) -> bool:
-    return ast.unparse(node) in {"self", "cls", "super()"}
+    if isinstance(node, ast.Call):
+        return not node.args and _called(node) == "super"
+    return isinstance(node, ast.Name) and node.id in {"self", "cls"}
 
 
 def _private_names_of_bases(name: str, made: ast.ClassDef) -> set[str]:
@@ -436,13 +452,12 @@ def test_private_names_of_other_packages_are_left_alone() -> None:
     """
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-        defined = _defined(tree)
+        defined = _defined(tree) | _PUBLIC
         for node in _nodes(tree):
             if isinstance(node, ast.Attribute) and _private(node.attr) and not _own(node.value):
-                text = ast.unparse(node)
-                if node.attr not in defined | _PUBLIC and text not in _PUBLIC:
-                    yield text, node.lineno
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
+                if node.attr not in defined and ast.unparse(node) not in _PUBLIC:
+                    yield ast.unparse(node), node.lineno
+            elif isinstance(node, ast.Call) and _called(node) in {"getattr", "setattr", "hasattr"}:
                 named = node.args[1]
                 if isinstance(named, ast.Constant) and _private(str(named.value)):
                     yield ast.unparse(node), node.lineno

@@ -278,6 +278,8 @@ MOST = {
 }
 
 
+# It starts two services and a Triton. The arithmetic of what is measured is that of the other cases.
+@pytest.mark.extended
 def test_chains_are_measured():
     """Each way to ask for a turn after others costs something, and a conversation that is too long is answered."""
     found = measure_chains(turns=10, rounds=1)

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ def _check_command(first: str) -> None:
     raise ConfigurationError(f"{problem} The commands are {', '.join(commands)}. See triton-openai --help.")
 
 
+@cache
 def build_parsers(*, everything: bool) -> tuple[CommandParser, Mapping[str, CommandParser]]:
     """Return the parser for all commands, and that of each. Their help shows the common flags, or *everything*."""
     parser = CommandParser(

@@ -78,12 +78,17 @@ def test_requests_that_no_batch_can_have(item: Any, param: str) -> None:
     ],
 )  # fmt: skip
 def test_each_request_has_the_limits_of_a_live_one(params: Any) -> None:
-    """It is refused before it is decoded, and the requests beside it do not count."""
+    """It is refused before it is decoded."""
     limits = LimitSettings(max_text_size=180_000)
     body = json.dumps({"requests": [ONE, {"custom_id": "b", "params": params}]}).encode()
     with pytest.raises(InvalidRequest) as caught:
         parse_batch(body, limits, max_requests=10)
     assert "requests[1]" == caught.value.param
+
+
+def test_the_limits_of_requests_are_not_added_up() -> None:
+    """Each may have as many values as a live one."""
+    limits = LimitSettings(max_text_size=180_000)
     many = [{"custom_id": f"{number}", "params": {"messages": [1.5] * 30_000}} for number in range(4)]
     assert 4 == len(parse_batch(json.dumps({"requests": many}).encode(), limits, max_requests=10).requests)
 

@@ -30,6 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.cases import every_case
 from tests.clock import Clock
+from tests.extended import examples
 from tests.store_fixture import Bucket, Place, Server, local
 from triton_openai import errors
 from triton_openai.access.rate_limits import RateLimit, RateLimits, Reservation
@@ -464,22 +465,24 @@ async def test_wrong_parameters_of_a_process_that_dies(tmp_path: Path, monkeypat
         assert {"wrong": [400], "right": [200]} == next_one.results(done)
 
 
+@pytest.mark.sampled
 def test_names_that_are_far_apart(tmp_path: Path) -> None:
     """In 50,000 lines, the last one may not have the name of the first one; no more than some lines are in memory."""
     path = tmp_path / "input"
-    path.write_bytes(b"".join(request(f"id-{number % 49_999}") for number in range(50_000)))
+    count = examples(50_000, few=5_000)
+    path.write_bytes(b"".join(request(f"id-{number % (count - 1)}") for number in range(count)))
     batch = Batch(
         id="batch_1", owner=OWNER, kind="openai", endpoint="/x", input="file-1", created=0, window="24h", expires=1
     )  # fmt: skip
     descriptor = os.open(path, os.O_RDONLY)
-    reader = InputReader(descriptor, batch, max_requests=50_000, max_line_size=10_000, **checks(batch))
+    reader = InputReader(descriptor, batch, max_requests=count, max_line_size=10_000, **checks(batch))
     most = 0
     while lines := reader.read(1000):
         most = max(most, len(lines))
     reader.close()
     os.close(descriptor)
-    assert (1000, 50_000) == (most, reader.total)
-    assert [("duplicate_custom_id", 50_000)] == [(one.code, one.line) for one in reader.problems]
+    assert (1000, count) == (most, reader.total)
+    assert [("duplicate_custom_id", count)] == [(one.code, one.line) for one in reader.problems]
 
 
 def test_a_database_on_a_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1382,9 +1385,10 @@ class Life(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
-LIVES = settings(max_examples=15, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+LIVES = settings(max_examples=examples(15, few=5), stateful_step_count=15, deadline=None, phases=[Phase.generate])
 
 
+@pytest.mark.sampled
 def test_life() -> None:
     """On one machine, batches are as the contract says whatever happens."""
     run_state_machine_as_test(Life, settings=LIVES)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cases import every_case
 from tests.clock import Clock
+from tests.extended import sample
 from tests.store_fixture import Place, Server, local
 from tests.unit.batches.test_batch_runner import NAMES, OWNER, Host, Process, process
 from triton_openai.access.rate_limits import Reservation
@@ -492,8 +493,10 @@ class Engines:
         self._begin(now, name)
 
 
+@pytest.mark.sampled
 @every_case(
-    "load, spread, used", [(0.0, 0.0, 0.9), (0.0, 0.5, 0.9), (0.25, 0.5, 0.8), (0.5, 0.0, 0.8), (0.5, 0.5, 0.8)]
+    "load, spread, used",
+    sample([(0.0, 0.0, 0.9), (0.0, 0.5, 0.9), (0.25, 0.5, 0.8), (0.5, 0.0, 0.8), (0.5, 0.5, 0.8)], few=3),
 )
 def test_lines_use_what_live_requests_leave(load: float, spread: float, used: float, clock: Clock) -> None:
     """

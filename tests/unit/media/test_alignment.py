@@ -76,20 +76,31 @@ def test_any_sound(samples: list[float], text: str) -> None:
     assert all(0 <= time <= len(samples) / RATE + 0.02 for time in times)
 
 
+#: Half a minute, in which one can say 150 words.
+HALF_A_MINUTE = np.concatenate([speak(("no",), pause=0.1)] * 60).tobytes()
+
+
+def cost_of(count: int) -> float:
+    """Return the CPU time that *count* words take; other programs on the machine only make it longer."""
+    spent = []
+    for _ in range(3):
+        before = time.thread_time()
+        align("no " * count, HALF_A_MINUTE, RATE)
+        spent.append(time.thread_time() - before)
+    return min(spent)
+
+
 def test_what_it_costs() -> None:
-    """Half a minute with as many words as one can say does not take long."""
-    samples = np.concatenate([speak(("no",), pause=0.1)] * 60).tobytes()
-    before = time.thread_time()
-    align("no " * 150, samples, RATE)
-    assert time.thread_time() - before < 0.5
+    """A model that repeats itself takes hardly longer than one that says as many words as one can say."""
+    usual = cost_of(150)
+    assert usual < 3
+    # 20 times as many words take three times as long; each pair of them would take 400 times as long.
+    assert cost_of(3000) < 20 * usual
 
 
 @every_case("count", [40, 41, 500, 3000])
 def test_more_words_than_one_can_say(count: int) -> None:
-    """A model that repeats itself takes no seconds either, and every word has its place."""
-    samples = np.concatenate([speak(("no",), pause=0.1)] * 60).tobytes()
-    before = time.thread_time()
-    found = align("no " * count, samples, RATE)
-    assert time.thread_time() - before < 0.5
+    """Every word has its place."""
+    found = align("no " * count, HALF_A_MINUTE, RATE)
     assert count == len(found)
     assert [word.start for word in found] == sorted(word.start for word in found)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from bench.parsers import CALLS
 from tests.cases import every_case
+from tests.extended import sample
 from triton_openai.api.chat import ToolCall, message_of
 from triton_openai.api.chat_tools import NamedFunction, NamedTool, ToolChoice, plan_chat_tools
 from triton_openai.api.conversation import make_parser
@@ -126,6 +128,7 @@ FORCED = {
 }
 
 
+@pytest.mark.sampled
 @every_case("name", FORCED)
 def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
     """Up to the name there is nothing, then a call whose arguments begin those of the whole; there is never text."""
@@ -147,7 +150,7 @@ def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
     assert whole
     assert not parser.cut
     seen = [0]
-    for size in range(len(text)):
+    for size in sample(range(len(text)), few=12):
         calls, parser = read(text[:size], 1)
         assert calls == read(text[:size], 1000)[0]
         seen.append(len(calls))

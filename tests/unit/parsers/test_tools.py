@@ -101,7 +101,7 @@ def test_every_border(case: Case) -> None:
     """Cutting the text anywhere changes nothing, and neither does cutting it everywhere."""
     whole = parse(case.parser, [case.text])
 
-    for border in sample(range(len(case.text) + 1), few=12):
+    for border in sample(range(len(case.text) + 1), few=6):
         assert whole == parse(case.parser, [case.text[:border], case.text[border:]]), case.text[:border]
     assert whole == parse(case.parser, case.text)
     assert whole == parse(case.parser, [piece for character in case.text for piece in ("", character, "")])
@@ -113,7 +113,7 @@ def test_every_end(case: Case) -> None:
     """A text may end anywhere: nothing is lost from what no call was made of, and calls are no longer than before."""
     whole = parse(case.parser, [case.text])
 
-    for end in sample(range(len(case.text)), few=12):
+    for end in sample(range(len(case.text)), few=6):
         cut = parse(case.parser, [case.text[:end]])
         assert cut == parse(case.parser, case.text[:end])
         if not cut.calls and case.parser != "openai":
@@ -189,7 +189,7 @@ def test_any_text(pieces: list[str]) -> None:
     inserted=st.sampled_from(["", *WORDS]),
     borders=st.lists(st.floats(0, 1), max_size=12),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, few=6), deadline=None)
 def test_damaged_calls(start: float, size: int, inserted: str, borders: list[float]) -> None:
     """A call with a fault anywhere is read without an error, to one result, however it is cut."""
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.extended import examples
 from triton_openai.demo.make_tokenizer import corpus
 from triton_openai.errors import InvalidRequest
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ PIECES = st.sampled_from(
     side=st.sampled_from(SIDES),
     shift=st.integers(0, 9),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20, few=6))
 def test_a_part_of_a_text_has_the_tokens_that_are_kept(
     kind: str, pieces: list[str], words: list[str], tokens: int, side: Any, shift: int
 ) -> None:
@@ -117,7 +118,7 @@ async def test_ids_are_cut_as_the_library_cuts_them(kind: str, words: list[str],
     side=st.sampled_from(SIDES),
     size=st.integers(1, 3_000),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20, few=6))
 async def test_a_cut_is_found_piece_by_piece(kind: str, once: list[str], tokens: int, side: Any, size: int) -> None:
     """However small the pieces are in which it is looked for: what is left is the same."""
     tokenizer = trained(kind)
