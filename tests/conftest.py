@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import gc
@@ -10,11 +11,13 @@ import logging
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from triton_openai.demo import standins
 from triton_openai.media import decode, voice_activity
 
 pytest_plugins = [
@@ -50,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         return
+    # Triton's Python processes write no bytecode: each repository gets a copy of this one with the modules.
+    compileall.compile_dir(Path(standins.__file__).parent, quiet=1)
     folder = tempfile.TemporaryDirectory(prefix="triton-openai-state-", ignore_cleanup_errors=True)
     environ = pytest.MonkeyPatch()
     environ.setenv("XDG_STATE_HOME", folder.name)

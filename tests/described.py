@@ -54,7 +54,7 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
         _valid(schema, event, path)
     if not typed or status != 200:
         return
-    # It takes a second of CPU time, and most processes of pytest check no answer.
+    # Only here: to import OpenAI's types takes a second of CPU time, and most processes check no answer.
     from tests import openai_types
 
     for event in found:

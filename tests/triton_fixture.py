@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.speech import write_whisper_tokenizer
 from tests.standins.repository import BY_THEMSELVES, FURTHER, RECOGNIZERS, build_repository
 from tests.stopped import wait_until_stopped
 from triton_openai.demo.configs import Contract, render
@@ -261,6 +260,9 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
 @pytest.fixture(scope="session")
 def recognizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves recognizers of speech, with Whisper's tokens as the tokenizer."""
+    # Only here: it imports what decodes audio, which the process that runs no test does not need.
+    from tests.speech import write_whisper_tokenizer
+
     folder = tmp_path_factory.mktemp("recognizers")
     record = folder / "record.jsonl"
     repository = build_repository(folder / "repository", models=RECOGNIZERS, record=record)
