@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import sys
@@ -33,7 +34,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
-from triton_openai.serving.page import FILES, HEADERS
+from triton_openai.serving.page import FILES, HEADERS, LATER
 
 KEYS = """
 keys:
@@ -70,6 +71,9 @@ SHOWN = (
 
 # `classList` leaves an empty attribute.
 INNER = """innerHTML.replaceAll(' class=""', '')"""
+
+#: The SHA-256 of `dist/temml.min.js` of Temml 0.13.5.
+TEMML = "1ab19148afe0dbc836b7a74f344071b3f3a70a7a8259ae4049e76894fcdf8d95"
 
 
 @asynccontextmanager
@@ -113,14 +117,22 @@ async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
             assert [] == [
                 url for url in re.findall(r"https?://[^\s'\"]+", text) if not url.startswith("http://www.w3.org")
             ]
-            assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|cookie", text)
+            # Temml is as it was published.
+            assert path == "/page/temml.js" or not re.search(
+                r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|cookie", text
+            )
             for name in re.findall(r'(?:src|href|from) ?=?"(?:\./)?((?:page/)?[a-z]+\.(?:js|css))"', text):
                 assert f"/page/{name.removeprefix('page/')}" in FILES
         for path in ("/status", "/page/", "/page/x.js", "/docs/"):
             async with proxy.client.get(path) as response:
                 assert 401 == response.status
     folder = Path(triton_openai.__file__).with_name("page")
-    assert sum((folder / name).stat().st_size for name, _ in FILES.values()) < 100_000
+    # What `/` loads at once: neither the description of the API nor what shows formulas.
+    first = {name for name, _ in FILES.values()} - {"docs.html", "docs.js", *(f"{name}.js" for name in LATER)}
+    assert sum((folder / name).stat().st_size for name in first) < 100_000
+    head, _, published = (folder / "temml.js").read_text().partition("*/\n")
+    assert "MIT License" in head
+    assert TEMML == hashlib.sha256(published.encode()).hexdigest()
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
 
@@ -242,7 +254,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.click("#send")
             await tab.until("document.querySelector('.bubble.broken [role=alert]')")
             assert not await tab.run("Boolean(document.querySelector('.bubble.broken .block'))")
-            assert ["Copy", "Try again"] == await tab.run(
+            assert ["Copy", "Try again", "Delete"] == await tab.run(
                 "[...document.querySelectorAll('.bubble.broken button')].map((one) => one.textContent)"
             )
 

@@ -1,5 +1,6 @@
 // A chat through v1/chat/completions: its messages and what can be done with each, its settings, and its answers.
-import { $, ask, atSecondClick, copy, download, el, events, explain } from "./common.js";
+import { $, ask, atEnd, atSecondClick, copy, download, el, events, explain } from "./common.js";
+import * as branches from "./branches.js";
 import * as chats from "./chats.js";
 import { showCode } from "./code.js";
 import { Markdown } from "./markdown.js";
@@ -83,13 +84,13 @@ function written(text) {
 /** Return a message as the API takes it: what the page keeps beside it is left out. */
 function sent({ role, content, images, tool_calls, tool_call_id }) {
   const parts = images?.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role, content: parts ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+  return { role, content: parts ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls?.length && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
 }
 
 function request(messages) {
   const system = $("#system").value.trim();
   // An answer that broke before its first character is no message.
-  const whole = messages.filter((message) => message.role !== "assistant" || message.content || message.tool_calls);
+  const whole = messages.filter((message) => message.role !== "assistant" || message.content || message.tool_calls?.length);
   const all = whole.map(sent);
   const body = { model: $("#model").value, messages: system ? [{ role: "system", content: system }, ...all] : all };
   for (const name of NUMBERS) if ($(`#${name}`).value) body[name] = Number($(`#${name}`).value);
@@ -113,16 +114,9 @@ export function refreshCode() {
 
 // The messages on the screen
 
-/** Change the log, which stays at its end unless its reader has gone up in it. */
-function atEnd(change, always = false) {
-  const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
-  change();
-  if (follow) log.scrollTop = log.scrollHeight;
-}
-
-function action(name, title, act) {
+function action(name, title, act = null) {
   const made = Object.assign(el("button.action", name), { type: "button", title });
-  made.addEventListener("click", () => act(made));
+  if (act) made.addEventListener("click", () => act(made));
   return made;
 }
 
@@ -138,8 +132,36 @@ function bubble(message) {
     button.classList.add("again");
     actions.append(button);
   }
+  const button = action("Delete", "Delete this message and what follows");
+  atSecondClick(button, "Delete now?", () => remove(message));
+  actions.append(button);
+  if (message.branches) actions.append(versions(message));
   made.append(place, actions);
   return { made, place };
+}
+
+/** Return the buttons that show the other versions of `message`. */
+function versions(message) {
+  const { index, tails } = message.branches, count = tails.length + 1;
+  const button = (name, title, next) => {
+    const made = action(name, title, () => switchTo(message, next));
+    made.classList.add(title.split(" ")[0]);
+    made.ariaLabel = title;
+    made.disabled = next < 0 || next >= count;
+    return made;
+  };
+  return el("span.versions", button("‹", "Previous version", index - 1), `${index + 1}/${count}`, button("›", "Next version", index + 1));
+}
+
+function switchTo(message, index) {
+  if (running) return;
+  const { messages } = chats.chat(), at = messages.indexOf(message), forward = index > message.branches.index;
+  branches.choose(messages, at, index);
+  showFrom(at);
+  changed();
+  const buttons = [...$("#log").children[at].querySelectorAll(".versions button")];
+  // At the last version there is none to go forward to.
+  (forward ? buttons.reverse() : buttons).find((button) => !button.disabled).focus();
 }
 
 function show(message) {
@@ -247,14 +269,18 @@ function describe(answer, times, usage, finish) {
     tokens && `${tokens} tokens`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, finish].filter(Boolean).join(" · ");
 }
 
-/** Ask for an answer to the messages of `thread`, or for the rest of its last one, `begun`, and show it while it comes. */
-async function complete(thread, begun) {
+/** Ask for an answer to the messages of `thread`, with these `others`, or for the rest of its last one, `begun`. Show it while it comes. */
+async function complete(thread, begun, others) {
   const body = request(thread.messages), times = { began: performance.now(), first: 0, last: 0 };
-  const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }) };
+  const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }), ...(others && { branches: others }) };
   if (begun) {
     Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
-    answer.content = begun.content;
+    Object.assign(answer, { content: begun.content, ...(begun.branches && { branches: begun.branches }) });
   }
+  // It is one of the messages from now on: what is kept meanwhile has it, and with it its other versions.
+  const at = begun ? thread.messages.indexOf(begun) : thread.messages.length;
+  thread.messages.splice(at, 1, answer);
+  chats.keep();
   const { made, place } = bubble(answer);
   const render = shower(answer, place);
   made.classList.add("waiting");
@@ -291,8 +317,6 @@ async function complete(thread, begun) {
   // What follows a thought, a call or the beginning of JSON cannot be asked for as a text.
   answer.unfinished = finish !== "stop" && answer.content !== "" && !(answer.reasoning || answer.tool_calls || answer.json);
   if (answer.unfinished) offerToContinue(made, answer);
-  if (begun) thread.messages.splice(thread.messages.indexOf(begun), 1);
-  thread.messages.push(answer);
 }
 
 function busy(now) {
@@ -301,17 +325,22 @@ function busy(now) {
   $("#log").classList.toggle("busy", now);
 }
 
-/** Have the current chat answered, unless a tool's result is still to come, or its last answer `begun` continued. */
-async function answerChat(begun = null) {
+/** Have the current chat answered, unless a tool's result is still to come, or its last answer `begun` continued. The answer has `others`. */
+async function answerChat(begun = null, others = null) {
   const thread = chats.chat();
   busy(true);
   try {
-    if (!unanswered(thread.messages).length) await complete(thread, begun);
+    if (!unanswered(thread.messages).length) await complete(thread, begun, others);
   } catch (error) {
     $("#problem").textContent = explain(error);
   }
   running = null;
   busy(false);
+  changed();
+}
+
+/** Keep the messages that changed, and show what depends on them. */
+function changed() {
   chats.keep();
   showList();
   showPromptLabel();
@@ -322,13 +351,7 @@ async function send() {
   const text = $("#prompt").value.trim();
   if (running || !(text || attached.length)) return;
   $("#problem").textContent = $("#model").value ? "" : "No model can chat now. The list of models says why.";
-  if (!$("#model").value) return;
-  try {
-    request([]);
-  } catch (error) {
-    $("#problem").textContent = error.message;
-    return;
-  }
+  if (!$("#model").value || !canAsk()) return;
   const message = written(text);
   chats.chat().messages.push(message);
   chats.chat().draft = "";
@@ -336,48 +359,66 @@ async function send() {
   attached = [];
   showAttached();
   show(message);
-  chats.keep();
   await answerChat();
   $("#prompt").focus();
 }
 
-/** Take away `message` and all that follow it. */
-function cut(message) {
-  const { messages } = chats.chat();
-  messages.splice(messages.indexOf(message));
-  $("#log").replaceChildren();
-  for (const one of messages) show(one);
+/** Show the messages from `at` on again. */
+function showFrom(at) {
+  for (const made of [...$("#log").children].slice(at)) made.remove();
+  for (const message of chats.chat().messages.slice(at)) show(message);
+}
+
+/** Return whether the settings make a request, and say why not. */
+function canAsk() {
+  try {
+    request([]);
+    $("#problem").textContent = "";
+    return true;
+  } catch (error) {
+    $("#problem").textContent = error.message;
+    return false;
+  }
 }
 
 function again(message) {
+  if (running || !canAsk()) return;
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  // An answer that broke before its first character is no version.
+  const others = message.error && !message.content ? message.branches : branches.fork(messages, at);
+  messages.splice(at);
+  showFrom(at);
+  answerChat(null, others);
+}
+
+/** Delete `message` and all that follow it. */
+function remove(message) {
   if (running) return;
-  cut(message);
-  answerChat();
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  branches.remove(messages, at);
+  showFrom(at);
+  changed();
 }
 
 /** Ask for the rest of the last answer. */
 function goOn(message) {
-  if (running) return;
+  if (running || !canAsk()) return;
   $("#log").lastElementChild.remove();
   answerChat(message);
 }
 
-/** Put a field in the place of a message, which is sent again with what its reader makes of it. */
+/** Put a field in the place of a message. What its reader makes of it is a further version, which is answered. */
 function edit(message, made) {
   if (running) return;
   const field = Object.assign(el("textarea"), { value: message.content, rows: 4, ariaLabel: "The message" });
   const place = made.querySelector(".said"), actions = made.querySelector(".actions");
-  const back = () => {
-    cut(message);
-    chats.chat().messages.push(...rest);
-    for (const one of rest) show(one);
-  };
-  const { messages } = chats.chat(), rest = messages.slice(messages.indexOf(message));
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  const back = () => showFrom(at);
   const save = () => {
-    cut(message);
-    const changed = { ...message, content: field.value.trim() };
-    chats.chat().messages.push(changed);
-    show(changed);
+    if (running || !canAsk()) return;
+    const others = branches.fork(messages, at);
+    messages.push({ ...message, content: field.value.trim(), branches: others });
+    showFrom(at);
     answerChat();
   };
   field.addEventListener("keydown", (event) => {
@@ -418,6 +459,30 @@ async function attach(files) {
   showAttached();
 }
 
+// Search
+
+function search() {
+  const words = $("#search").value, matches = chats.found(words);
+  $("#search-count").textContent = words.trim() ? `${matches.length} ${matches.length === 1 ? "chat" : "chats"}` : "";
+  $("#found").replaceChildren(...matches.map(({ id, title, excerpt }) => {
+    const button = Object.assign(el("button", el("strong", title), el("span.note", excerpt)), { type: "button" });
+    button.addEventListener("click", () => open(id, words.trim().toLowerCase()));
+    return el("li", button);
+  }));
+}
+
+/** Show a chat that was found, at the first message with these words. */
+function open(id, words) {
+  $("#search-menu").open = false;
+  leave();
+  chats.choose(id);
+  showChat();
+  const bubbles = [...$("#log").children];
+  const index = chats.chat().messages.findIndex((message) => message.content.toLowerCase().includes(words));
+  bubbles[index]?.scrollIntoView({ block: "nearest" });
+  $("#prompt").focus();
+}
+
 // What the reader does
 
 function keepTyped() {
@@ -450,8 +515,19 @@ $("#prompt").addEventListener("paste", (event) => {
   if (files.length) { event.preventDefault(); attach(files); }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-  if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) { event.preventDefault(); startChat(); }
+  const key = event.ctrlKey || event.metaKey ? event.key.toLowerCase() : "";
+  if (event.key === "Escape") {
+    running?.abort();
+    for (const menu of document.querySelectorAll(".menu[open]")) menu.open = false;
+  }
+  if (key === "o" && event.shiftKey) { event.preventDefault(); startChat(); }
+  if (key === "k" && !event.shiftKey) { event.preventDefault(); $("#search-menu").open = true; }
+});
+$("#search").addEventListener("input", (event) => { event.stopPropagation(); search(); });
+$("#search-menu").addEventListener("toggle", () => {
+  if (!$("#search-menu").open) return;
+  search();
+  $("#search").select();
 });
 $("#log").addEventListener("click", ({ target }) => {
   if (!target.classList.contains("copy")) return;

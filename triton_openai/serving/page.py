@@ -13,7 +13,9 @@ from aiohttp import web
 
 from triton_openai.access.keys import ROUTE_GROUPS
 
-_SCRIPTS = ("page", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech")
+#: Loaded with an answer's first formula: what shows it, and Temml as it was published.
+LATER = ("math", "temml")
+_SCRIPTS = ("page", "branches", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech", *LATER)
 #: By path: the file, and its type.
 FILES = {
     "/": ("index.html", "text/html"),

@@ -24,6 +24,7 @@ RIGHT = (
     chat(),
     chat(role="tool", tool_call_id="a"),
     chat(images=[_IMAGE], reasoning="why", tool_calls=[_CALL], note="n", error="e"),
+    chat(branches={"index": 1, "tails": [chat()["messages"]]}),
     {**chat(), "title": 1, "changed": "x", "draft": None, "settings": None},
 )
 WRONG = (
@@ -39,6 +40,14 @@ WRONG = (
     chat(tool_calls="abc"),
     chat(tool_calls=[None]),
     chat(tool_calls=[{"id": "a"}]),
+    chat(branches=None),
+    chat(branches={"index": 0, "tails": []}),
+    chat(branches={"index": 0, "tails": [[]]}),
+    chat(branches={"index": 0, "tails": "abc"}),
+    chat(branches={"index": 0, "tails": ["abc"]}),
+    chat(branches={"index": 0, "tails": [[None]]}),
+    chat(branches={"index": 0.5, "tails": [chat()["messages"]]}),
+    chat(branches={"index": 2, "tails": [chat()["messages"]]}),
 )
 
 

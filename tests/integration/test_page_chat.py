@@ -1,0 +1,166 @@
+"""Chats of the page in a browser: formulas, versions of messages, and the search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import chromium
+from tests.integration.test_page import ANSWERS, IDLE, action, asked, said
+from tests.programs import needs
+from tests.proxy_fixture import proxy_settings, serving
+from tests.triton_fixture import TestTriton
+
+#: Formulas in each notation, prices, broken formulas, and such as would load or run something.
+FORMULAS = r"""Solve $ax^2 = 0$ for $5 or $6, \(b\) and $$c$$
+
+\[
+\begin{pmatrix} 1 & 2 \\ 3 & \cancel{4} \end{pmatrix}
+\]
+
+- $$
+  d
+  $$
+
+$\frac{e$ $\href{javascript:pwned=1}{f}$ $\class{x}{<img src=x onerror="pwned=1">}$"""
+#: What stays a source.
+SOURCES = [
+    r"$\frac{e$",
+    r"$\href{javascript:pwned=1}{f}$",
+    r'$\class{x}{<img src=x onerror="pwned=1">}$',
+]
+#: Notes how many formulas each frame shows of the third answer, and whether one is a source, just before it is painted.
+FRAMES = """counts = []; flickered = false; (function frame() {
+    requestAnimationFrame(() => setTimeout(() => {
+        counts.push(document.querySelectorAll("#log > :nth-child(6) math").length);
+        flickered ||= document.querySelector("#log > :nth-child(6) .math > code") !== null;
+        frame();
+    }));
+})()"""
+LOADED = "performance.getEntriesByType('resource').map((one) => one.name.split('/').at(-1))"
+
+
+async def begin(tab: chromium.Tab, url: str) -> None:
+    """Open the page and choose the model."""
+    await tab.open(url)
+    await tab.until("document.querySelector('#model').options.length > 1")
+    await tab.type("#model", "vllm_model")
+
+
+async def texts(tab: chromium.Tab) -> list[str]:
+    """Return the first line of each message, without what steers the model."""
+    shown = await tab.run("[...document.querySelectorAll('.said')].map((one) => one.innerText)")
+    return [text.split("\n")[0].partition(" <<")[0] for text in shown]
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_formulas_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """Formulas become MathML, with a library that only they load; broken and hostile ones stay a source."""
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await begin(tab, str(proxy.client.make_url("/")))
+            await said(tab, "Hello", "No formula for $5.")
+            assert not {"math.js", "temml.js"} & {*await tab.run(LOADED)}
+
+            await said(tab, "Solve", FORMULAS)
+            await tab.until(f"{ANSWERS}[1].querySelectorAll('math').length === 5")
+            assert {"math.js", "temml.js"} < {*await tab.run(LOADED)}
+            sources = f"[...{ANSWERS}[1].querySelectorAll('.math > code')].map((one) => one.textContent)"
+            assert SOURCES == await tab.run(sources)
+            assert "for $5 or $6," in await tab.run(f"{ANSWERS}[1].innerText")
+            displayed = f"[...{ANSWERS}[1].querySelectorAll('math')].map((one) => one.getAttribute('display'))"
+            assert [None, None, "block", "block", "block"] == await tab.run(displayed)
+            # The source of a formula over several lines is hidden behind it.
+            hidden = f"[...{ANSWERS}[1].querySelectorAll('.formula > code')].map((one) => one.offsetHeight)"
+            assert [0, 0] == await tab.run(hidden)
+            assert await tab.run(f"{ANSWERS}[1].querySelector('li math') !== null")
+
+            # While an answer streams, no frame shows a formula as a source again.
+            await tab.run(FRAMES)
+            slow = {"text": "One $x_1$ and two $x_2$ and three $x_3$ and four $x_4$ are all.", "delay_ms": 30}
+            await tab.type("#prompt", f"Slow <<steer {json.dumps(slow)}>>")
+            await tab.click("#send")
+            await tab.until(f"{IDLE} && {ANSWERS}[2]?.querySelectorAll('math').length === 4")
+            counts = await tab.run("counts")
+            assert sorted(counts) == counts
+            assert not await tab.run("flickered")
+            assert "undefined" == await tab.run("typeof pwned")
+            assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_versions_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader changes a question, regenerates an answer, goes back to former versions, also after a reload."""
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            url = str(proxy.client.make_url("/"))
+            await begin(tab, url)
+            await said(tab, "One", "First.")
+            await said(tab, "Two", "Second.")
+            assert 0 == await tab.run("document.querySelectorAll('.versions').length")
+
+            await action(tab, 3, "Regenerate")
+            await tab.until(f"{IDLE} && document.querySelector('.versions')?.innerText.includes('2/2')")
+            await action(tab, 0, "Edit")
+            await tab.run("document.querySelector('.bubble textarea').value = 'Three <<steer {\"text\": \"Third.\"}>>'")
+            await action(tab, 0, "Send")
+            await tab.until(f"{IDLE} && {ANSWERS}.length === 1 && {ANSWERS}[0].innerText.includes('stop')")
+            assert ["Three", "Third."] == await texts(tab)
+
+            await tab.click(".Previous")
+            assert ["One", "First.", "Two", "Second."] == await texts(tab)
+            # The focus stays at the versions of the message: a keyboard goes on from there.
+            assert "Next version" == await tab.run("document.activeElement.ariaLabel")
+            assert ["One", "First.", "Two"] == [
+                message["content"].partition(" <<")[0] for message in (await asked(tab))["messages"]
+            ]
+            await begin(tab, url)
+            assert ["One", "First.", "Two", "Second."] == await texts(tab)
+            versions = "[...document.querySelectorAll('.versions')].map((one) => one.innerText.replace(/[^0-9/]/g, ''))"
+            assert ["1/2", "2/2"] == await tab.run(versions)
+            await tab.click(".Next:not(:disabled)")
+            assert ["Three", "Third."] == await texts(tab)
+
+            # A message is deleted with what follows, and a former version takes its place; the second click does it.
+            await action(tab, 0, "Delete")
+            assert ["Three", "Third."] == await texts(tab)
+            await action(tab, 0, "Delete now?")
+            assert ["One", "First.", "Two", "Second."] == await texts(tab)
+            assert ["2/2"] == await tab.run(versions)
+            assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_search_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader finds a chat by a word in it, with the keyboard."""
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await begin(tab, str(proxy.client.make_url("/")))
+            await said(tab, "Fruit", "A banana <b>is</b> yellow.")
+            await tab.click("#new")
+            await said(tab, "Colours", "Red.")
+            keys = "new KeyboardEvent('keydown', {{ key: '{}', ctrlKey: {}, bubbles: true }})"
+            await tab.run(f"document.dispatchEvent({keys.format('k', 'true')})")
+            await tab.until("document.activeElement === document.querySelector('#search')")
+            await tab.type("#search", "BANANA")
+            assert "1 chat" == await tab.text("#search-count")
+            assert "banana <b>is</b> yellow." in await tab.text("#found")
+            await tab.click("#found button")
+            assert "Fruit" == (await texts(tab))[0]
+            assert not await tab.run("document.querySelector('#search-menu').open")
+
+            await tab.run("document.querySelector('#search-menu').open = true")
+            for words, count in (("red", "1 chat"), ("r", "2 chats"), ("no such", "0 chats"), (" ", "")):
+                await tab.type("#search", words)
+                assert count == await tab.text("#search-count"), words
+            await tab.run(f"document.dispatchEvent({keys.format('Escape', 'false')})")
+            assert not await tab.run("document.querySelector('#search-menu').open")
+            assert [] == tab.problems
