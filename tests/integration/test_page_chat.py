@@ -64,11 +64,11 @@ async def test_formulas_in_a_browser(triton: TestTriton, tmp_path: Path) -> None
         async with chromium.tab(tmp_path) as tab:
             await begin(tab, str(proxy.client.make_url("/")))
             await said(tab, "Hello", "No formula for $5.")
-            assert not {"math.js", "temml.js"} & {*await tab.run(LOADED)}
+            assert not {"math.css", "math.js", "temml.js"} & {*await tab.run(LOADED)}
 
             await said(tab, "Solve", FORMULAS)
             await tab.until(f"{ANSWERS}[1].querySelectorAll('math').length === 5")
-            assert {"math.js", "temml.js"} < {*await tab.run(LOADED)}
+            assert {"math.css", "math.js", "temml.js"} < {*await tab.run(LOADED)}
             sources = f"[...{ANSWERS}[1].querySelectorAll('.math > code')].map((one) => one.textContent)"
             assert SOURCES == await tab.run(sources)
             assert "for $5 or $6," in await tab.run(f"{ANSWERS}[1].innerText")

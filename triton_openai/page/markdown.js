@@ -266,6 +266,12 @@ function destination(text, at) {
   return text[at] === ")" ? [address, at + 1] : none;
 }
 
+/** Return how a line begins a formula that it does not end, and the rest of it; null if it begins none. */
+function openFormula(text) {
+  const opening = text.slice(0, 2), line = text.slice(2);
+  return opening in CLOSING && !line.includes(CLOSING[opening]) ? { opening, line } : null;
+}
+
 /** Return whether a line is a rule: three or more of one mark, and blanks. */
 function isRule(text) {
   if (!"-*_".includes(text[0])) return false;
@@ -373,8 +379,8 @@ export class Markdown {
       this.#add(item || this.#place, [block]);
     } else if (!text) {
       this.#open = null;
-    } else if ((found = /^(\\\[|\$\$)(.*)$/s.exec(text)) && !found[2].includes(CLOSING[found[1]])) {
-      this.#beginFormula(found[1], found[2], item || this.#place);
+    } else if ((found = openFormula(text))) {
+      this.#beginFormula(found, item || this.#place);
     } else if (columns && columns.length === cells(head.text).length) {
       this.#begin(head, columns, item);
     } else if ((found = /^(#{1,6})\s+(.*)$/s.exec(text))) {
@@ -397,7 +403,7 @@ export class Markdown {
     }
   }
 
-  #beginFormula(opening, line, parent) {
+  #beginFormula({ opening, line }, parent) {
     const source = el("code", `${opening}${line}\n`), place = el("div.formula", source);
     this.#add(parent, [place]);
     this.#open = null;
@@ -462,7 +468,9 @@ export class Markdown {
     if (last && !deeper) this.#lists.pop();
     const list = !deeper && last?.list.tagName === kind ? last.list
       : this.#add(this.#lists.at(-1)?.item ?? this.#place, [Object.assign(el(kind.toLowerCase()), number && { start: number })]);
-    this.#open = this.#add(list, [filled(el("li"), inline(withBox(text)))]);
+    const formula = openFormula(text);
+    this.#open = this.#add(list, [filled(el("li"), formula ? [] : inline(withBox(text)))]);
     this.#lists.push({ indent, list, item: this.#open });
+    if (formula) this.#beginFormula(formula, this.#open);
   }
 }

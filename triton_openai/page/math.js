@@ -15,11 +15,16 @@ const MAX_KEPT = 300, TURN_MS = 8;
 const kept = new Map();
 let waiting = [], planned = false, library = null;
 
-/** Load Temml, which is no module. */
+/** Load Temml, which is no module, and the style of formulas. */
 function load() {
-  return new Promise((onload, onerror) => {
-    document.head.append(Object.assign(el("script"), { src: new URL("temml.js", import.meta.url).href, onload, onerror }));
+  const place = (name) => new URL(name, import.meta.url).href;
+  const loaded = (made, address) => new Promise((onload, onerror) => {
+    document.head.append(Object.assign(made, address, { onload, onerror }));
   });
+  return Promise.all([
+    loaded(el("link"), { rel: "stylesheet", href: place("math.css") }),
+    loaded(el("script"), { src: place("temml.js") }),
+  ]);
 }
 
 /** Show the formula `tex` in `place`, if it is right: before the browser paints again, where there is time. */

@@ -48,6 +48,7 @@ CASES: Mapping[str, str] = {
     "\\[\na\n\\] b\nc": "<div><code>\\[\na\n</code>⟪\\[\na\n\\]⟫<p>b</p></div><p>c</p>",
     "a\n$$\nb\n$$": "<p>a</p><div><code>$$\nb\n</code>⟪$$\nb\n$$⟫</div>",
     "- a\n  \\[ b\n  c \\]": "<ul><li>a<div><code>\\[ b\n</code>⟪\\[ b\n  c \\]⟫</div></li></ul>",
+    "1. $$\n   a $$\n2. b": '<ol start="1"><li><div><code>$$\n</code>⟪$$\n   a $$⟫</div></li><li>b</li></ol>',
     "$$\na\n\n**b**": "<div><code>$$\na\n</code></div><p><strong>b</strong></p>",
 }
 #: What is repeated as one formula as long as the page typesets, and what ends each.
