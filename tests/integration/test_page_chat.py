@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import chromium
-from tests.integration.test_page import ANSWERS, IDLE, action, asked, said
+from tests.integration.test_page import ANSWERS, IDLE, MARKDOWN, action, asked, said
 from tests.programs import needs
 from tests.proxy_fixture import proxy_settings, serving
 from tests.triton_fixture import TestTriton
@@ -40,6 +42,19 @@ FRAMES = """counts = []; flickered = false; (function frame() {
     }));
 })()"""
 LOADED = "performance.getEntriesByType('resource').map((one) => one.name.split('/').at(-1))"
+
+
+#: Drops an image, a text, audio and what is none of them on the chat.
+DROP = """{
+    const files = new DataTransfer();
+    const file = (name, type, ...bytes) => new File([new Uint8Array(bytes)], name, { type });
+    files.items.add(file("a.png", "image/png", 0, 0, 0));
+    files.items.add(new File(["hello"], "b.txt", { type: "text/plain" }));
+    files.items.add(file("c.wav", "audio/x-wav", 0, 0, 0));
+    files.items.add(file("d.pdf", "application/pdf", 0xff, 0));
+    const dropped = new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
+    document.querySelector("#log").dispatchEvent(dropped);
+}"""
 
 
 async def begin(tab: chromium.Tab, url: str) -> None:
@@ -164,3 +179,101 @@ async def test_search_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.run(f"document.dispatchEvent({keys.format('Escape', 'false')})")
             assert not await tab.run("document.querySelector('#search-menu').open")
             assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_files_and_answers_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader drops files on the chat, sees an answer as the model wrote it, and changes it."""
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await begin(tab, str(proxy.client.make_url("/")))
+            await said(tab, "Bold?", "It is **bold**.")
+            assert ["You", "vllm_model"] == await tab.run(
+                "[...document.querySelectorAll('.bubble > strong')].map((one) => one.innerText)"
+            )
+            await action(tab, -1, "Raw")
+            assert "It is **bold**." in await tab.run(f"{ANSWERS}[0].innerText")
+            await action(tab, -1, "Raw")
+            assert "It is bold." in await tab.run(f"{ANSWERS}[0].innerText")
+
+            await action(tab, -1, "Edit")
+            await tab.run("document.querySelector('.bubble textarea').value = 'It is not.'")
+            await action(tab, -1, "Save")
+            await tab.until(f"{ANSWERS}[0].innerText.startsWith('It is not.')")
+            assert "2/2" in await tab.text(".versions")
+            await tab.type("#prompt", "So?")
+            assert ["Bold?", "It is not.", "So?"] == [
+                message["content"].partition(" <<")[0] for message in (await asked(tab))["messages"]
+            ]
+
+            await tab.run(DROP)
+            await tab.until("document.querySelectorAll('#attached li').length === 3")
+            await tab.until("document.querySelector('#problem').textContent")
+            assert "d.pdf is neither an image, nor audio, nor a text." == await tab.text("#problem")
+            await tab.type("#prompt", "Files?")
+            image, audio, text = sorted(
+                (await asked(tab))["messages"][-1]["content"], key=lambda part: str(part["type"])
+            )
+            assert "data:image/png;base64,AAAA" == image["image_url"]["url"]
+            assert {"data": "AAAA", "format": "wav"} == audio["input_audio"]
+            assert "Files?\n\nb.txt:\n```\nhello\n```" == text["text"]
+            assert [] == tab.problems
+
+
+@pytest.mark.extended
+@needs("Chromium")
+async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
+    """axe finds nothing in either theme, at three widths, with every part of the page in use."""
+    axe = Path(sys.prefix) / "node/node_modules/axe-core/axe.min.js"
+    if not axe.exists():
+        pytest.skip("axe is not installed (make clients)")
+    async with serving(proxy_settings(triton, "http")) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await tab.open(str(proxy.client.make_url("/")))
+            await tab.until("document.querySelector('#model').options.length > 1")
+            await tab.type("#model", "vllm_model")
+            code = "```python\nif a > 1:\n    print('b')  # c\n```"
+            await said(tab, "Formulas", FORMULAS)
+            await action(tab, -1, "Regenerate")
+            await tab.until(
+                f"{IDLE} && document.querySelectorAll('math').length === 5 && {ANSWERS}[0].innerText.includes('stop')"
+            )
+            await action(tab, -1, "Raw")
+            await action(tab, 0, "Delete")
+            await tab.type("#search", "solve")
+            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n- [x] done\n\n{code}\n")
+            await tab.type("#prompt", f"Fail <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
+            await tab.click("#send")
+            await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")
+            await tab.click("#key-button")
+            await tab.run("for (const one of document.querySelectorAll('details')) one.open = true")
+            assert [] == await violations(tab, axe)
+            await tab.open(str(proxy.client.make_url("/docs")))
+            await tab.until("document.querySelectorAll('#operations > details').length > 10")
+            await tab.click("#operations > details summary")
+            assert [] == await violations(tab, axe)
+
+
+async def violations(tab: chromium.Tab, axe: Path) -> list[str]:
+    """Return what axe finds in the page."""
+    found = []
+    await tab.run(await asyncio.to_thread(axe.read_text))
+    for theme in ("light", "dark"):
+        await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        for width in (1280, 800, 390):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            await tab.call("Emulation.setDeviceMetricsOverride", **size)
+            result = await tab.run(
+                "axe.run().then((done) => done.violations.map(({ id, nodes }) => [id, nodes[0].html]))"
+            )
+            found += [f"{theme} {width}: {name} {html}" for name, html in result]
+            wide = await tab.run("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            found += [f"{theme} {width}: it is wider than the window"] * bool(wide)
+            lefts = "[...document.querySelectorAll('body *')].map((one) => one.getBoundingClientRect().left)"
+            found += [f"{theme} {width}: a part begins left of the window"] * bool(
+                await tab.run(f"Math.min(...{lefts}) < 0")
+            )
+    return found

@@ -77,14 +77,21 @@ function written(text) {
   const [call] = unanswered(chats.chat().messages);
   if (call) return { role: "tool", tool_call_id: call.id, content: text };
   const texts = attached.filter((file) => file.text).map((file) => `\n\n${file.name}:\n\`\`\`\n${file.text}\n\`\`\``);
-  const images = attached.filter((file) => file.url).map((file) => file.url);
-  return { role: "user", content: text + texts.join(""), ...(images.length && { images }) };
+  const urls = (kind) => attached.filter((file) => file.url?.startsWith(`data:${kind}/`)).map((file) => file.url);
+  const images = urls("image"), audio = urls("audio");
+  return { role: "user", content: text + texts.join(""), ...(images.length && { images }), ...(audio.length && { audio }) };
 }
 
 /** Return a message as the API takes it: what the page keeps beside it is left out. */
-function sent({ role, content, images, tool_calls, tool_call_id }) {
-  const parts = images?.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role, content: parts ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls?.length && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+function sent({ role, content, images = [], audio = [], tool_calls, tool_call_id }) {
+  const parts = [...images.map((url) => ({ type: "image_url", image_url: { url } })), ...audio.map(heard)];
+  return { role, content: parts.length ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls?.length && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+}
+
+/** Return a recording as a part of a message. */
+function heard(url) {
+  const [, type, data] = /^data:audio\/(?:x-)?([\w-]*).*?,(.*)$/s.exec(url) ?? [];
+  return { type: "input_audio", input_audio: { data, format: { mpeg: "mp3", wave: "wav" }[type] ?? type } };
 }
 
 function request(messages) {
@@ -122,15 +129,15 @@ function action(name, title, act = null) {
 
 /** Return an empty bubble for `message`, with what can be done with it. */
 function bubble(message) {
-  const made = el(`div.bubble.${message.role}`, el("strong", NAMES[message.role]));
+  const made = el(`div.bubble.${message.role}`, el("strong", message.model ?? NAMES[message.role]));
   const actions = el("div.actions");
   const place = el("div.said");
   actions.append(action("Copy", "Copy this message", (button) => copy(button, message.content, place)));
   if (message.role === "user") actions.append(action("Edit", "Change this message, and ask again", () => edit(message, made)));
   if (message.role === "assistant") {
-    const button = action("Regenerate", "Ask again", () => again(message));
-    button.classList.add("again");
-    actions.append(button);
+    const again = action("Regenerate", "Ask again", () => askAgain(message));
+    again.classList.add("again");
+    actions.append(again, action("Edit", "Change this answer", () => edit(message, made)), rawAction(message, place));
   }
   const button = action("Delete", "Delete this message and what follows");
   atSecondClick(button, "Delete now?", () => remove(message));
@@ -138,6 +145,18 @@ function bubble(message) {
   if (message.branches) actions.append(versions(message));
   made.append(place, actions);
   return { made, place };
+}
+
+/** Return the button that shows an answer as the model wrote it, and back. */
+function rawAction(message, place) {
+  const button = action("Raw", "Show the answer as the model wrote it", () => {
+    const raw = place.querySelector(".source");
+    if (raw) raw.remove();
+    else place.firstElementChild.after(Object.assign(el("pre.source", message.content), { tabIndex: 0 }));
+    button.ariaPressed = !raw;
+  });
+  button.ariaPressed = false;
+  return button;
 }
 
 /** Return the buttons that show the other versions of `message`. */
@@ -171,6 +190,7 @@ function show(message) {
   } else {
     place.append(el("p", message.content));
     for (const url of message.images ?? []) place.append(Object.assign(el("img"), { src: url, alt: "attached image" }));
+    if (message.audio) place.append(el("span.chip", `${message.audio.length} × audio`));
   }
   if (message.error) broken(made, message);
   if (message.unfinished) offerToContinue(made, message);
@@ -272,7 +292,7 @@ function describe(answer, times, usage, finish) {
 /** Ask for an answer to the messages of `thread`, with these `others`, or for the rest of its last one, `begun`. Show it while it comes. */
 async function complete(thread, begun, others) {
   const body = request(thread.messages), times = { began: performance.now(), first: 0, last: 0 };
-  const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }), ...(others && { branches: others }) };
+  const answer = { role: "assistant", model: body.model, content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }), ...(others && { branches: others }) };
   if (begun) {
     Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
     Object.assign(answer, { content: begun.content, ...(begun.branches && { branches: begun.branches }) });
@@ -381,7 +401,7 @@ function canAsk() {
   }
 }
 
-function again(message) {
+function askAgain(message) {
   if (running || !canAsk()) return;
   const { messages } = chats.chat(), at = messages.indexOf(message);
   // An answer that broke before its first character is no version.
@@ -407,7 +427,7 @@ function goOn(message) {
   answerChat(message);
 }
 
-/** Put a field in the place of a message. What its reader makes of it is a further version, which is answered. */
+/** Put a field in the place of a message. What its reader makes of it is a further version; that of a question is answered. */
 function edit(message, made) {
   if (running) return;
   const field = Object.assign(el("textarea"), { value: message.content, rows: 4, ariaLabel: "The message" });
@@ -416,17 +436,18 @@ function edit(message, made) {
   const back = () => showFrom(at);
   const save = () => {
     if (running || !canAsk()) return;
-    const others = branches.fork(messages, at);
-    messages.push({ ...message, content: field.value.trim(), branches: others });
+    const others = branches.fork(messages, at), { note, error, unfinished, ...rest } = message;
+    messages.push({ ...rest, content: field.value.trim(), branches: others });
     showFrom(at);
-    answerChat();
+    if (message.role === "user") answerChat();
+    else changed();
   };
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") back();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
   });
   place.replaceChildren(field);
-  actions.replaceChildren(action("Send", "Send it again (Ctrl+Enter)", save), action("Cancel", "Leave it as it is (Escape)", back));
+  actions.replaceChildren(action(message.role === "user" ? "Send" : "Save", "Ctrl+Enter", save), action("Cancel", "Escape", back));
   field.focus();
 }
 
@@ -443,7 +464,7 @@ function showAttached() {
 async function attach(files) {
   $("#problem").textContent = "";
   for (const file of files) {
-    if (file.type.startsWith("image/")) {
+    if (/^(image|audio)\//.test(file.type)) {
       const url = await new Promise((done) => {
         const reader = new FileReader();
         reader.addEventListener("load", () => done(reader.result));
@@ -453,7 +474,9 @@ async function attach(files) {
     } else if (file.size > MAX_TEXT) {
       $("#problem").textContent = `${file.name} is longer than a million bytes.`;
     } else {
-      attached.push({ name: file.name, text: await file.text() });
+      const text = await file.text();
+      if (/[\0\uFFFD]/.test(text)) $("#problem").textContent = `${file.name} is neither an image, nor audio, nor a text.`;
+      else attached.push({ name: file.name, text });
     }
   }
   showAttached();
@@ -513,6 +536,14 @@ $("#prompt").addEventListener("keydown", (event) => {
 $("#prompt").addEventListener("paste", (event) => {
   const files = [...event.clipboardData.files];
   if (files.length) { event.preventDefault(); attach(files); }
+});
+$("#chat").addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+$("#chat").addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
 });
 document.addEventListener("keydown", (event) => {
   const key = event.ctrlKey || event.metaKey ? event.key.toLowerCase() : "";

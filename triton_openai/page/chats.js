@@ -54,11 +54,15 @@ function isChat(one) {
 }
 
 function isMessage(message) {
-  const { role, content, reasoning = "", images = [], tool_calls = [], branches } = message ?? {};
-  return ROLES.includes(role) && typeof content === "string" && typeof reasoning === "string"
-    && Array.isArray(images) && images.every((url) => typeof url === "string" && url.startsWith("data:image/"))
+  const { role, content, model = "", reasoning = "", images = [], audio = [], tool_calls = [], branches } = message ?? {};
+  return ROLES.includes(role) && [content, model, reasoning].every((text) => typeof text === "string")
+    && areFiles(images, "data:image/") && areFiles(audio, "data:audio/")
     && Array.isArray(tool_calls) && tool_calls.every(isCall)
     && (branches === undefined || areBranches(branches));
+}
+
+function areFiles(urls, begin) {
+  return Array.isArray(urls) && urls.every((url) => typeof url === "string" && url.startsWith(begin));
 }
 
 function areBranches(branches) {
@@ -96,9 +100,9 @@ export function keep() {
       localStorage.setItem(NAME, JSON.stringify(kept));
       return;
     } catch {
-      const heavy = kept.findLastIndex((chat) => every(chat.messages).some((message) => message.images?.length));
+      const heavy = kept.findLastIndex((chat) => every(chat.messages).some((message) => message.images?.length || message.audio?.length));
       if (heavy < 0) kept.pop();
-      else kept[heavy] = { ...kept[heavy], messages: changed(kept[heavy].messages, ({ images, ...rest }) => rest) };
+      else kept[heavy] = { ...kept[heavy], messages: changed(kept[heavy].messages, ({ images, audio, ...rest }) => rest) };
     }
   }
 }

@@ -23,6 +23,7 @@ def chat(**message: Any) -> Any:
 RIGHT = (
     chat(),
     chat(role="tool", tool_call_id="a"),
+    chat(model="m", audio=["data:audio/wav;base64,AAAA"]),
     chat(images=[_IMAGE], reasoning="why", tool_calls=[_CALL], note="n", error="e"),
     chat(branches={"index": 1, "tails": [chat()["messages"]]}),
     {**chat(), "title": 1, "changed": "x", "draft": None, "settings": None},
@@ -35,6 +36,9 @@ WRONG = (
     chat(content=None),
     chat(reasoning={"length": 5}),
     chat(images=5),
+    chat(model=["m"]),
+    chat(audio="data:audio/wav;base64,AAAA"),
+    chat(audio=[_IMAGE]),
     chat(images=["/v1/files"]),
     chat(images=["http://example.com/a.png"]),
     chat(tool_calls="abc"),
