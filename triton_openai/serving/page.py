@@ -13,7 +13,7 @@ from aiohttp import web
 
 from triton_openai.access.keys import ROUTE_GROUPS
 
-#: Scripts that an answer's first formula loads, with a style of their own: what shows it, and Temml as it was published.
+#: Scripts that an answer's first formula loads: what shows it, and Temml as it was published.
 LATER = ("math", "temml")
 _SCRIPTS = ("page", "branches", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech", *LATER)
 #: By path: the file, and its type.
