@@ -236,10 +236,10 @@ async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
             await tab.until("document.querySelector('#model').options.length > 1")
             await tab.type("#model", "vllm_model")
             code = "```python\nif a > 1:\n    print('b')  # c\n```"
-            await said(tab, "Formulas", FORMULAS)
+            await said(tab, "Formulas", f"Wide: ${'a+' * 80}b$. {FORMULAS}")
             await action(tab, -1, "Regenerate")
             await tab.until(
-                f"{IDLE} && document.querySelectorAll('math').length === 5 && {ANSWERS}[0].innerText.includes('stop')"
+                f"{IDLE} && document.querySelectorAll('math').length === 6 && {ANSWERS}[0].innerText.includes('stop')"
             )
             await action(tab, -1, "Raw")
             await action(tab, 0, "Delete")
