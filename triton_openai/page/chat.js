@@ -405,7 +405,8 @@ function askAgain(message) {
   if (running || !canAsk()) return;
   const { messages } = chats.chat(), at = messages.indexOf(message);
   // An answer that broke before its first character is no version.
-  const others = message.error && !message.content ? message.branches : branches.fork(messages, at);
+  const empty = message.error && !message.content && message === messages.at(-1);
+  const others = empty ? message.branches : branches.fork(messages, at);
   messages.splice(at);
   showFrom(at);
   answerChat(null, others);
@@ -549,7 +550,10 @@ document.addEventListener("keydown", (event) => {
   const key = event.ctrlKey || event.metaKey ? event.key.toLowerCase() : "";
   if (event.key === "Escape") {
     running?.abort();
-    for (const menu of document.querySelectorAll(".menu[open]")) menu.open = false;
+    for (const menu of document.querySelectorAll(".menu[open]")) {
+      if (menu.contains(document.activeElement)) menu.querySelector("summary").focus();
+      menu.open = false;
+    }
   }
   if (key === "o" && event.shiftKey) { event.preventDefault(); startChat(); }
   if (key === "k" && !event.shiftKey) { event.preventDefault(); $("#search-menu").open = true; }

@@ -133,7 +133,10 @@ export function takeOthers(busy) {
   if (index < 0) chats.unshift(mine);
   else if (busy) chats[index] = mine;
   else current = Object.assign(chats[index], { draft: mine.draft || chats[index].draft });
-  return JSON.stringify(current.messages) !== JSON.stringify(mine.messages);
+  const same = JSON.stringify(current.messages) === JSON.stringify(mine.messages);
+  // The buttons on the screen are of these.
+  if (same) current.messages = mine.messages;
+  return !same;
 }
 
 export const all = () => chats;

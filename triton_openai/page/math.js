@@ -13,7 +13,9 @@ const MAX_KEPT = 300, TURN_MS = 8;
 
 // By how it is shown and its source: the formula's element, or null for one that is broken.
 const kept = new Map();
-let waiting = [], planned = false, library = null;
+// Places of formulas: of those that are kept, and of others.
+let known = [], waiting = [];
+let planned = false, library = null;
 
 /** Load Temml, which is no module, and the style of formulas. */
 function load() {
@@ -27,10 +29,11 @@ function load() {
   ]);
 }
 
-/** Show the formula `tex` in `place`, if it is right: before the browser paints again, where there is time. */
+/** Show the formula `tex` in `place`, if it is right: before the browser paints again if it is kept, else where there is time. */
 export async function typeset(place, tex, display) {
   if (DEFINITION.test(tex) || depth(tex) > MAX_DEPTH) return;
-  waiting.push({ place, tex, display });
+  const one = { place, tex, display, key: `${display} ${tex}` };
+  (kept.has(one.key) ? known : waiting).push(one);
   if (planned) return;
   planned = true;
   try {
@@ -38,24 +41,26 @@ export async function typeset(place, tex, display) {
     work();
   } catch {
     // The sources stay, and the next formula tries again.
-    [waiting, planned, library] = [[], false, null];
+    [known, waiting, planned, library] = [[], [], false, null];
   }
 }
 
-/** Show what waits, the last first, for the log shows its end. */
+/** Show what is kept, and of what waits at least one, the last first, for the log shows its end. */
 function work() {
   const end = performance.now() + TURN_MS;
   atEnd(() => {
-    while (waiting.length && performance.now() < end) fill(waiting.pop());
+    for (const one of known.splice(0)) fill(one);
+    do {
+      if (waiting.length) fill(waiting.pop());
+    } while (waiting.length && performance.now() < end);
   });
   planned = waiting.length > 0;
   if (planned) setTimeout(work);
 }
 
-function fill({ place, tex, display }) {
+function fill({ place, tex, display, key }) {
   // A draft has been taken away.
   if (!place.isConnected) return;
-  const key = `${display} ${tex}`;
   if (!kept.has(key)) {
     if (kept.size === MAX_KEPT) kept.delete(kept.keys().next().value);
     kept.set(key, made(tex, display));

@@ -67,7 +67,7 @@ def test_chats_of_files_and_of_other_tabs() -> None:
     made = json.loads(done.stdout)
     assert [True] * len(RIGHT) + [False] * len(WRONG) == made["taken"]
     assert ["one", "three", "two"] == made["texts"]
-    assert made["changed"]
+    assert (True, True) == (made["changed"], made["same"])
     assert ["draft"] == made["drafts"]
     assert 1_000 > made["typed"].pop("largest")
     drafts = {"afterReload": "Hey", "afterLeaving": "Hey", "afterSending": "", "ofNew": "new"}
