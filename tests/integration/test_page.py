@@ -133,8 +133,8 @@ async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
         *(f"{name}.js" for name in LATER),
     }
     assert sum((folder / name).stat().st_size for name in first) < 100_000
-    head, _, published = (folder / "temml.js").read_text().partition("*/\n")
-    assert "MIT License" in head
+    licence, _, published = (folder / "temml.js").read_text().partition("*/\n")
+    assert "MIT License" in licence
     assert TEMML == hashlib.sha256(published.encode()).hexdigest()
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
