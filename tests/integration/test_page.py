@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from triton_openai.config.tree import (
     Settings,
     TritonSettings,
 )
-from triton_openai.serving.page import FILES, HEADERS
+from triton_openai.serving.page import FILES, HEADERS, LATER
 
 KEYS = """
 keys:
@@ -70,6 +69,9 @@ SHOWN = (
 
 # `classList` leaves an empty attribute.
 INNER = """innerHTML.replaceAll(' class=""', '')"""
+
+#: The SHA-256 of `dist/temml.min.js` of Temml 0.13.5.
+TEMML = "1ab19148afe0dbc836b7a74f344071b3f3a70a7a8259ae4049e76894fcdf8d95"
 
 
 @asynccontextmanager
@@ -113,14 +115,27 @@ async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
             assert [] == [
                 url for url in re.findall(r"https?://[^\s'\"]+", text) if not url.startswith("http://www.w3.org")
             ]
-            assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|cookie", text)
+            # Temml is as it was published.
+            assert path == "/page/temml.js" or not re.search(
+                r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|cookie", text
+            )
             for name in re.findall(r'(?:src|href|from) ?=?"(?:\./)?((?:page/)?[a-z]+\.(?:js|css))"', text):
                 assert f"/page/{name.removeprefix('page/')}" in FILES
         for path in ("/status", "/page/", "/page/x.js", "/docs/"):
             async with proxy.client.get(path) as response:
                 assert 401 == response.status
     folder = Path(triton_openai.__file__).with_name("page")
-    assert sum((folder / name).stat().st_size for name, _ in FILES.values()) < 100_000
+    # What `/` loads at once: neither the description of the API nor what shows formulas.
+    first = {name for name, _ in FILES.values()} - {
+        "docs.html",
+        "docs.js",
+        "math.css",
+        *(f"{name}.js" for name in LATER),
+    }
+    assert sum((folder / name).stat().st_size for name in first) < 100_000
+    licence, _, published = (folder / "temml.js").read_text().partition("*/\n")
+    assert "MIT License" in licence
+    assert TEMML == hashlib.sha256(published.encode()).hexdigest()
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
 
@@ -242,7 +257,7 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             await tab.click("#send")
             await tab.until("document.querySelector('.bubble.broken [role=alert]')")
             assert not await tab.run("Boolean(document.querySelector('.bubble.broken .block'))")
-            assert ["Copy", "Try again"] == await tab.run(
+            assert ["Copy", "Try again", "Edit", "Raw", "Delete"] == await tab.run(
                 "[...document.querySelectorAll('.bubble.broken button')].map((one) => one.textContent)"
             )
 
@@ -378,55 +393,6 @@ async def test_chats_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             assert ["New chat"] == await tab.run(titles)
             assert "Third." not in await tab.run("JSON.stringify({ ...localStorage })")
             assert [] == tab.problems
-
-
-@pytest.mark.extended
-@needs("Chromium")
-async def test_accessibility(triton: TestTriton, tmp_path: Path) -> None:
-    """axe finds nothing in either theme, at three widths, with every part of the page in use."""
-    axe = Path(sys.prefix) / "node/node_modules/axe-core/axe.min.js"
-    if not axe.exists():
-        pytest.skip("axe is not installed (make clients)")
-    async with serving(proxy_settings(triton, "http")) as proxy:
-        await proxy.ready()
-        async with chromium.tab(tmp_path) as tab:
-            await tab.open(str(proxy.client.make_url("/")))
-            await tab.until("document.querySelector('#model').options.length > 1")
-            await tab.type("#model", "vllm_model")
-            code = "```python\nif a > 1:\n    print('b')  # c\n```"
-            await said(tab, "Hello", f"{MARKDOWN}\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n- [x] done\n\n{code}\n")
-            await tab.type("#prompt", f"Fail <<steer {json.dumps({'text': 'a b', 'fail_at': 1})}>>")
-            await tab.click("#send")
-            await tab.until(f"{IDLE} && document.querySelector('.bubble.broken [role=alert]')")
-            await tab.click("#key-button")
-            await tab.run("for (const one of document.querySelectorAll('details')) one.open = true")
-            assert [] == await violations(tab, axe)
-            await tab.open(str(proxy.client.make_url("/docs")))
-            await tab.until("document.querySelectorAll('#operations > details').length > 10")
-            await tab.click("#operations > details summary")
-            assert [] == await violations(tab, axe)
-
-
-async def violations(tab: chromium.Tab, axe: Path) -> list[str]:
-    """Return what axe finds in the page."""
-    found = []
-    await tab.run(await asyncio.to_thread(axe.read_text))
-    for theme in ("light", "dark"):
-        await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-        for width in (1280, 800, 390):
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            await tab.call("Emulation.setDeviceMetricsOverride", **size)
-            result = await tab.run(
-                "axe.run().then((done) => done.violations.map(({ id, nodes }) => [id, nodes[0].html]))"
-            )
-            found += [f"{theme} {width}: {name} {html}" for name, html in result]
-            wide = await tab.run("document.documentElement.scrollWidth > document.documentElement.clientWidth")
-            found += [f"{theme} {width}: it is wider than the window"] * bool(wide)
-            lefts = "[...document.querySelectorAll('body *')].map((one) => one.getBoundingClientRect().left)"
-            found += [f"{theme} {width}: a part begins left of the window"] * bool(
-                await tab.run(f"Math.min(...{lefts}) < 0")
-            )
-    return found
 
 
 ANSWERS = "document.querySelectorAll('.bubble.assistant .said')"

@@ -1,5 +1,6 @@
 // A chat through v1/chat/completions: its messages and what can be done with each, its settings, and its answers.
-import { $, ask, atSecondClick, copy, download, el, events, explain } from "./common.js";
+import { $, ask, atEnd, atSecondClick, copy, download, el, events, explain } from "./common.js";
+import * as branches from "./branches.js";
 import * as chats from "./chats.js";
 import { showCode } from "./code.js";
 import { Markdown } from "./markdown.js";
@@ -76,20 +77,27 @@ function written(text) {
   const [call] = unanswered(chats.chat().messages);
   if (call) return { role: "tool", tool_call_id: call.id, content: text };
   const texts = attached.filter((file) => file.text).map((file) => `\n\n${file.name}:\n\`\`\`\n${file.text}\n\`\`\``);
-  const images = attached.filter((file) => file.url).map((file) => file.url);
-  return { role: "user", content: text + texts.join(""), ...(images.length && { images }) };
+  const urls = (kind) => attached.filter((file) => file.url?.startsWith(`data:${kind}/`)).map((file) => file.url);
+  const images = urls("image"), audio = urls("audio");
+  return { role: "user", content: text + texts.join(""), ...(images.length && { images }), ...(audio.length && { audio }) };
 }
 
 /** Return a message as the API takes it: what the page keeps beside it is left out. */
-function sent({ role, content, images, tool_calls, tool_call_id }) {
-  const parts = images?.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role, content: parts ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+function sent({ role, content, images = [], audio = [], tool_calls, tool_call_id }) {
+  const parts = [...images.map((url) => ({ type: "image_url", image_url: { url } })), ...audio.map(heard)];
+  return { role, content: parts.length ? [{ type: "text", text: content }, ...parts] : content, ...(tool_calls?.length && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+}
+
+/** Return a recording as a part of a message. */
+function heard(url) {
+  const [, type, data] = /^data:audio\/(?:x-)?([\w-]*).*?,(.*)$/s.exec(url) ?? [];
+  return { type: "input_audio", input_audio: { data, format: { mpeg: "mp3", wave: "wav" }[type] ?? type } };
 }
 
 function request(messages) {
   const system = $("#system").value.trim();
   // An answer that broke before its first character is no message.
-  const whole = messages.filter((message) => message.role !== "assistant" || message.content || message.tool_calls);
+  const whole = messages.filter((message) => message.role !== "assistant" || message.content || message.tool_calls?.length);
   const all = whole.map(sent);
   const body = { model: $("#model").value, messages: system ? [{ role: "system", content: system }, ...all] : all };
   for (const name of NUMBERS) if ($(`#${name}`).value) body[name] = Number($(`#${name}`).value);
@@ -113,33 +121,66 @@ export function refreshCode() {
 
 // The messages on the screen
 
-/** Change the log, which stays at its end unless its reader has gone up in it. */
-function atEnd(change, always = false) {
-  const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
-  change();
-  if (follow) log.scrollTop = log.scrollHeight;
-}
-
-function action(name, title, act) {
+function action(name, title, act = null) {
   const made = Object.assign(el("button.action", name), { type: "button", title });
-  made.addEventListener("click", () => act(made));
+  if (act) made.addEventListener("click", () => act(made));
   return made;
 }
 
 /** Return an empty bubble for `message`, with what can be done with it. */
 function bubble(message) {
-  const made = el(`div.bubble.${message.role}`, el("strong", NAMES[message.role]));
+  const made = el(`div.bubble.${message.role}`, el("strong", message.model ?? NAMES[message.role]));
   const actions = el("div.actions");
   const place = el("div.said");
   actions.append(action("Copy", "Copy this message", (button) => copy(button, message.content, place)));
   if (message.role === "user") actions.append(action("Edit", "Change this message, and ask again", () => edit(message, made)));
   if (message.role === "assistant") {
-    const button = action("Regenerate", "Ask again", () => again(message));
-    button.classList.add("again");
-    actions.append(button);
+    const again = action("Regenerate", "Ask again", () => askAgain(message));
+    again.classList.add("again");
+    actions.append(again, action("Edit", "Change this answer", () => edit(message, made)), rawAction(message, place));
   }
+  const button = action("Delete", "Delete this message and what follows");
+  atSecondClick(button, "Delete now?", () => remove(message));
+  actions.append(button);
+  if (message.branches) actions.append(versions(message));
   made.append(place, actions);
   return { made, place };
+}
+
+/** Return the button that shows an answer as the model wrote it, and back. */
+function rawAction(message, place) {
+  const button = action("Raw", "Show the answer as the model wrote it", () => {
+    const raw = place.querySelector(".source");
+    if (raw) raw.remove();
+    else place.firstElementChild.after(Object.assign(el("pre.source", message.content), { tabIndex: 0 }));
+    button.ariaPressed = !raw;
+  });
+  button.ariaPressed = false;
+  return button;
+}
+
+/** Return the buttons that show the other versions of `message`. */
+function versions(message) {
+  const { index, tails } = message.branches, count = tails.length + 1;
+  const button = (name, title, next) => {
+    const made = action(name, title, () => switchTo(message, next));
+    made.classList.add(title.split(" ")[0]);
+    made.ariaLabel = title;
+    made.disabled = next < 0 || next >= count;
+    return made;
+  };
+  return el("span.versions", button("‹", "Previous version", index - 1), `${index + 1}/${count}`, button("›", "Next version", index + 1));
+}
+
+function switchTo(message, index) {
+  if (running) return;
+  const { messages } = chats.chat(), at = messages.indexOf(message), forward = index > message.branches.index;
+  branches.choose(messages, at, index);
+  showFrom(at);
+  changed();
+  const buttons = [...$("#log").children[at].querySelectorAll(".versions button")];
+  // At the last version there is none to go forward to.
+  (forward ? buttons.reverse() : buttons).find((button) => !button.disabled).focus();
 }
 
 function show(message) {
@@ -149,6 +190,7 @@ function show(message) {
   } else {
     place.append(el("p", message.content));
     for (const url of message.images ?? []) place.append(Object.assign(el("img"), { src: url, alt: "attached image" }));
+    if (message.audio) place.append(el("span.chip", `${message.audio.length} × audio`));
   }
   if (message.error) broken(made, message);
   if (message.unfinished) offerToContinue(made, message);
@@ -247,14 +289,18 @@ function describe(answer, times, usage, finish) {
     tokens && `${tokens} tokens`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, finish].filter(Boolean).join(" · ");
 }
 
-/** Ask for an answer to the messages of `thread`, or for the rest of its last one, `begun`, and show it while it comes. */
-async function complete(thread, begun) {
+/** Ask for an answer to the messages of `thread`, with these `others`, or for the rest of its last one, `begun`. Show it while it comes. */
+async function complete(thread, begun, others) {
   const body = request(thread.messages), times = { began: performance.now(), first: 0, last: 0 };
-  const answer = { role: "assistant", content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }) };
+  const answer = { role: "assistant", model: body.model, content: "", reasoning: "", tool_calls: [], ...("response_format" in body && { json: true }), ...(others && { branches: others }) };
   if (begun) {
     Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
-    answer.content = begun.content;
+    Object.assign(answer, { content: begun.content, ...(begun.branches && { branches: begun.branches }) });
   }
+  // It is one of the messages from now on: what is kept meanwhile has it, and with it its other versions.
+  const at = begun ? thread.messages.indexOf(begun) : thread.messages.length;
+  thread.messages.splice(at, 1, answer);
+  chats.keep();
   const { made, place } = bubble(answer);
   const render = shower(answer, place);
   made.classList.add("waiting");
@@ -291,8 +337,6 @@ async function complete(thread, begun) {
   // What follows a thought, a call or the beginning of JSON cannot be asked for as a text.
   answer.unfinished = finish !== "stop" && answer.content !== "" && !(answer.reasoning || answer.tool_calls || answer.json);
   if (answer.unfinished) offerToContinue(made, answer);
-  if (begun) thread.messages.splice(thread.messages.indexOf(begun), 1);
-  thread.messages.push(answer);
 }
 
 function busy(now) {
@@ -301,17 +345,22 @@ function busy(now) {
   $("#log").classList.toggle("busy", now);
 }
 
-/** Have the current chat answered, unless a tool's result is still to come, or its last answer `begun` continued. */
-async function answerChat(begun = null) {
+/** Have the current chat answered, unless a tool's result is still to come, or its last answer `begun` continued. The answer has `others`. */
+async function answerChat(begun = null, others = null) {
   const thread = chats.chat();
   busy(true);
   try {
-    if (!unanswered(thread.messages).length) await complete(thread, begun);
+    if (!unanswered(thread.messages).length) await complete(thread, begun, others);
   } catch (error) {
     $("#problem").textContent = explain(error);
   }
   running = null;
   busy(false);
+  changed();
+}
+
+/** Keep the messages that changed, and show what depends on them. */
+function changed() {
   chats.keep();
   showList();
   showPromptLabel();
@@ -322,13 +371,7 @@ async function send() {
   const text = $("#prompt").value.trim();
   if (running || !(text || attached.length)) return;
   $("#problem").textContent = $("#model").value ? "" : "No model can chat now. The list of models says why.";
-  if (!$("#model").value) return;
-  try {
-    request([]);
-  } catch (error) {
-    $("#problem").textContent = error.message;
-    return;
-  }
+  if (!$("#model").value || !canAsk()) return;
   const message = written(text);
   chats.chat().messages.push(message);
   chats.chat().draft = "";
@@ -336,56 +379,76 @@ async function send() {
   attached = [];
   showAttached();
   show(message);
-  chats.keep();
   await answerChat();
   $("#prompt").focus();
 }
 
-/** Take away `message` and all that follow it. */
-function cut(message) {
-  const { messages } = chats.chat();
-  messages.splice(messages.indexOf(message));
-  $("#log").replaceChildren();
-  for (const one of messages) show(one);
+/** Show the messages from `at` on again. */
+function showFrom(at) {
+  for (const made of [...$("#log").children].slice(at)) made.remove();
+  for (const message of chats.chat().messages.slice(at)) show(message);
 }
 
-function again(message) {
+/** Return whether the settings make a request, and say why not. */
+function canAsk() {
+  try {
+    request([]);
+    $("#problem").textContent = "";
+    return true;
+  } catch (error) {
+    $("#problem").textContent = error.message;
+    return false;
+  }
+}
+
+function askAgain(message) {
+  if (running || !canAsk()) return;
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  // An answer that broke before its first character is no version.
+  const empty = message.error && !message.content && message === messages.at(-1);
+  const others = empty ? message.branches : branches.fork(messages, at);
+  messages.splice(at);
+  showFrom(at);
+  answerChat(null, others);
+}
+
+/** Delete `message` and all that follow it. */
+function remove(message) {
   if (running) return;
-  cut(message);
-  answerChat();
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  branches.remove(messages, at);
+  showFrom(at);
+  changed();
 }
 
 /** Ask for the rest of the last answer. */
 function goOn(message) {
-  if (running) return;
+  if (running || !canAsk()) return;
   $("#log").lastElementChild.remove();
   answerChat(message);
 }
 
-/** Put a field in the place of a message, which is sent again with what its reader makes of it. */
+/** Put a field in the place of a message. What its reader makes of it is a further version; that of a question is answered. */
 function edit(message, made) {
   if (running) return;
   const field = Object.assign(el("textarea"), { value: message.content, rows: 4, ariaLabel: "The message" });
   const place = made.querySelector(".said"), actions = made.querySelector(".actions");
-  const back = () => {
-    cut(message);
-    chats.chat().messages.push(...rest);
-    for (const one of rest) show(one);
-  };
-  const { messages } = chats.chat(), rest = messages.slice(messages.indexOf(message));
+  const { messages } = chats.chat(), at = messages.indexOf(message);
+  const back = () => showFrom(at);
   const save = () => {
-    cut(message);
-    const changed = { ...message, content: field.value.trim() };
-    chats.chat().messages.push(changed);
-    show(changed);
-    answerChat();
+    if (running || !canAsk()) return;
+    const others = branches.fork(messages, at), { note, error, unfinished, ...rest } = message;
+    messages.push({ ...rest, content: field.value.trim(), branches: others });
+    showFrom(at);
+    if (message.role === "user") answerChat();
+    else changed();
   };
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") back();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
   });
   place.replaceChildren(field);
-  actions.replaceChildren(action("Send", "Send it again (Ctrl+Enter)", save), action("Cancel", "Leave it as it is (Escape)", back));
+  actions.replaceChildren(action(message.role === "user" ? "Send" : "Save", "Ctrl+Enter", save), action("Cancel", "Escape", back));
   field.focus();
 }
 
@@ -402,7 +465,7 @@ function showAttached() {
 async function attach(files) {
   $("#problem").textContent = "";
   for (const file of files) {
-    if (file.type.startsWith("image/")) {
+    if (/^(image|audio)\//.test(file.type)) {
       const url = await new Promise((done) => {
         const reader = new FileReader();
         reader.addEventListener("load", () => done(reader.result));
@@ -412,10 +475,36 @@ async function attach(files) {
     } else if (file.size > MAX_TEXT) {
       $("#problem").textContent = `${file.name} is longer than a million bytes.`;
     } else {
-      attached.push({ name: file.name, text: await file.text() });
+      const text = await file.text();
+      if (/[\0\uFFFD]/.test(text)) $("#problem").textContent = `${file.name} is neither an image, nor audio, nor a text.`;
+      else attached.push({ name: file.name, text });
     }
   }
   showAttached();
+}
+
+// Search
+
+function search() {
+  const words = $("#search").value, matches = chats.found(words);
+  $("#search-count").textContent = words.trim() ? `${matches.length} ${matches.length === 1 ? "chat" : "chats"}` : "";
+  $("#found").replaceChildren(...matches.map(({ id, title, excerpt }) => {
+    const button = Object.assign(el("button", el("strong", title), el("span.note", excerpt)), { type: "button" });
+    button.addEventListener("click", () => open(id, words.trim().toLowerCase()));
+    return el("li", button);
+  }));
+}
+
+/** Show a chat that was found, at the first message with these words. */
+function open(id, words) {
+  $("#search-menu").open = false;
+  leave();
+  chats.choose(id);
+  showChat();
+  const bubbles = [...$("#log").children];
+  const index = chats.chat().messages.findIndex((message) => message.content.toLowerCase().includes(words));
+  bubbles[index]?.scrollIntoView({ block: "nearest" });
+  $("#prompt").focus();
 }
 
 // What the reader does
@@ -449,9 +538,31 @@ $("#prompt").addEventListener("paste", (event) => {
   const files = [...event.clipboardData.files];
   if (files.length) { event.preventDefault(); attach(files); }
 });
+$("#chat").addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+$("#chat").addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
+});
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-  if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) { event.preventDefault(); startChat(); }
+  const key = event.ctrlKey || event.metaKey ? event.key.toLowerCase() : "";
+  if (event.key === "Escape") {
+    running?.abort();
+    for (const menu of document.querySelectorAll(".menu[open]")) {
+      if (menu.contains(document.activeElement)) menu.querySelector("summary").focus();
+      menu.open = false;
+    }
+  }
+  if (key === "o" && event.shiftKey) { event.preventDefault(); startChat(); }
+  if (key === "k" && !event.shiftKey) { event.preventDefault(); $("#search-menu").open = true; }
+});
+$("#search").addEventListener("input", (event) => { event.stopPropagation(); search(); });
+$("#search-menu").addEventListener("toggle", () => {
+  if (!$("#search-menu").open) return;
+  search();
+  $("#search").select();
 });
 $("#log").addEventListener("click", ({ target }) => {
   if (!target.classList.contains("copy")) return;

@@ -1,11 +1,15 @@
 // The chats of this reader, kept in this browser: never an API key. A chat is its messages, its draft and its settings.
 
+import { changed, every } from "./branches.js";
+
 // Each address of the service has its own.
 export const NAME = `triton-openai chats ${new URL(".", document.baseURI).pathname}`;
 const FIELDS = ["id", "title", "changed", "messages", "draft", "settings"];
 // What is typed changes with each key. It is kept for each chat alone, for all chats can be megabytes.
 const TYPED = ["title", "draft", "settings"];
 const ROLES = ["user", "assistant", "tool"];
+// Of what a search finds, and how many characters are shown before it and behind it.
+const MAX_FOUND = 20, AROUND = 40;
 
 const kept = stored();
 let chats = kept.length ? kept : [made()];
@@ -50,10 +54,21 @@ function isChat(one) {
 }
 
 function isMessage(message) {
-  const { role, content, reasoning = "", images = [], tool_calls = [] } = message ?? {};
-  return ROLES.includes(role) && typeof content === "string" && typeof reasoning === "string"
-    && Array.isArray(images) && images.every((url) => typeof url === "string" && url.startsWith("data:image/"))
-    && Array.isArray(tool_calls) && tool_calls.every(isCall);
+  const { role, content, model = "", reasoning = "", images = [], audio = [], tool_calls = [], branches } = message ?? {};
+  return ROLES.includes(role) && [content, model, reasoning].every((text) => typeof text === "string")
+    && areFiles(images, "data:image/") && areFiles(audio, "data:audio/")
+    && Array.isArray(tool_calls) && tool_calls.every(isCall)
+    && (branches === undefined || areBranches(branches));
+}
+
+function areFiles(urls, begin) {
+  return Array.isArray(urls) && urls.every((url) => typeof url === "string" && url.startsWith(begin));
+}
+
+function areBranches(branches) {
+  const { index, tails } = branches ?? {};
+  return Array.isArray(tails) && tails.length > 0 && tails.every((tail) => tail?.length && tail.every(isMessage))
+    && Number.isInteger(index) && index >= 0 && index <= tails.length;
 }
 
 function isCall(call) {
@@ -85,9 +100,9 @@ export function keep() {
       localStorage.setItem(NAME, JSON.stringify(kept));
       return;
     } catch {
-      const heavy = kept.findLastIndex((chat) => chat.messages.some((message) => message.images?.length));
+      const heavy = kept.findLastIndex((chat) => every(chat.messages).some((message) => message.images?.length || message.audio?.length));
       if (heavy < 0) kept.pop();
-      else kept[heavy] = { ...kept[heavy], messages: kept[heavy].messages.map(({ images, ...rest }) => rest) };
+      else kept[heavy] = { ...kept[heavy], messages: changed(kept[heavy].messages, ({ images, audio, ...rest }) => rest) };
     }
   }
 }
@@ -118,7 +133,10 @@ export function takeOthers(busy) {
   if (index < 0) chats.unshift(mine);
   else if (busy) chats[index] = mine;
   else current = Object.assign(chats[index], { draft: mine.draft || chats[index].draft });
-  return JSON.stringify(current.messages) !== JSON.stringify(mine.messages);
+  const same = JSON.stringify(current.messages) === JSON.stringify(mine.messages);
+  // The buttons on the screen are of these.
+  if (same) current.messages = mine.messages;
+  return !same;
 }
 
 export const all = () => chats;
@@ -128,6 +146,22 @@ export const chat = () => current;
 export function titleOf(one) {
   const first = one.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0] ?? "";
   return one.title || (first.length > 50 ? `${first.slice(0, 50)}…` : first) || "New chat";
+}
+
+/** Return the chats that have `words` in their names or messages, each with the text around them. */
+export function found(words) {
+  const wanted = words.trim().toLowerCase(), matches = [];
+  for (const one of wanted ? chats : []) {
+    for (const text of [titleOf(one), ...every(one.messages).map((message) => message.content)]) {
+      const at = text.toLowerCase().indexOf(wanted);
+      if (at < 0) continue;
+      const begin = Math.max(0, at - AROUND);
+      matches.push({ id: one.id, title: titleOf(one), excerpt: text.slice(begin, at + wanted.length + AROUND) });
+      break;
+    }
+    if (matches.length === MAX_FOUND) break;
+  }
+  return matches;
 }
 
 /** Begin a chat with the settings of the current one. */

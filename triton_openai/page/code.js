@@ -9,11 +9,11 @@ function python(value) {
   return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one)}`).join(", ")}}`;
 }
 
-/** Show the request `body`; an attached image is cut. OpenAI's client takes the fields `further` in `extra_body` only. */
+/** Show the request `body`; an attached file is cut. OpenAI's client takes the fields `further` in `extra_body` only. */
 export function showCode(body, further) {
   const url = new URL("v1", document.baseURI).href;
   const header = hasKey() ? ' \\\n  -H "Authorization: Bearer $API_KEY"' : "";
-  const short = JSON.parse(JSON.stringify(body, (name, value) => (name === "url" ? value.replace(/(;base64,.{20}).{40,}/s, "$1…") : value)));
+  const short = JSON.parse(JSON.stringify(body, (name, value) => (["url", "data"].includes(name) && typeof value === "string" ? value.replace(/((?:;base64,|^)[\w+/]{20})[\w+/]{40,}=*$/, "$1…") : value)));
   const data = JSON.stringify(short, null, 2).replaceAll("'", "'\\''");
   $("#curl").textContent =
     `curl ${body.stream ? "-N " : ""}${url}/chat/completions${header} \\\n  -H 'Content-Type: application/json' \\\n  -d '${data}'`;

@@ -11,6 +11,13 @@ export function el(kind, ...children) {
   return made;
 }
 
+/** Change the log, which stays at its end unless its reader has gone up in it. */
+export function atEnd(change, always = false) {
+  const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
+  change();
+  if (follow) log.scrollTop = log.scrollHeight;
+}
+
 // In memory only: a page that is reloaded asks again.
 let key = "";
 export const hasKey = () => key !== "";

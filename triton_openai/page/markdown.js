@@ -6,13 +6,28 @@ import { highlighted } from "./highlight.js";
 // The line that has not ended is rendered with each frame, so a longer one is cut.
 const LONGEST = 4000;
 // What a backslash takes its meaning from, what begins a span, and what a word is made of.
-const PUNCTUATION = /[!-/:-@[-`{-~]/, SPECIAL = /[\\`![h*_~]/g, WORD = /\w/, SPACE = /\s/;
+const PUNCTUATION = /[!-/:-@[-`{-~]/, SPECIAL = /[\\`![h*_~$]/g, WORD = /\w/, SPACE = /\s/;
 const ADDRESS = /https?:\/\/[^\s<>"'`()[\]]*[^\s<>"'`()[\].,:;!?*_~]/y;
+const CLOSING = { "\\[": "\\]", $$: "$$" };
 const TAGS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
 // A longer run of the same mark is text.
 const LONGEST_RUN = 3;
 // What stands above a code block: of the name of its language, in characters.
 const MAX_LANGUAGE = 30;
+// A longer formula stays a source: the time for one grows faster than its length.
+const MAX_FORMULA = 3000;
+
+let math = null;
+
+/** Return an element with the formula `tex`; until it is typeset, and if it is broken, with its `source`. */
+function formula(tex, source, display) {
+  const place = el(`span.math${display ? ".display" : ""}`, el("code", source));
+  if (display) place.tabIndex = 0;
+  if (tex.length > MAX_FORMULA) return place;
+  math ??= import("./math.js");
+  math.then(({ typeset }) => typeset(place, tex, display), () => { math = null; });
+  return place;
+}
 
 /** Make a link, of these schemes only: one of a script would run with the page's rights, a relative one leads into it. */
 function link(label, address) {
@@ -50,7 +65,7 @@ function joined(parts) {
  * What may open an emphasis is a text until something closes it; then the parts behind it become one element.
  */
 class Line {
-  #text; #at = 0; #parts = []; #openers = []; #places = new Map(); #fences = null;
+  #text; #at = 0; #parts = []; #openers = []; #places = new Map(); #fences = null; #unclosed = new Set();
 
   constructor(text) { this.#text = text; }
 
@@ -75,12 +90,15 @@ class Line {
   #special(mark) {
     const at = this.#at, text = this.#text;
     if (mark === "\\") {
+      if (this.#bracketed(text[at + 1])) return;
       const escaped = at + 1 < text.length && PUNCTUATION.test(text[at + 1]);
       this.#take(escaped ? text[at + 1] : mark, at + (escaped ? 2 : 1));
     } else if (mark === "`") {
       this.#code();
     } else if (mark === "h") {
       this.#address();
+    } else if (mark === "$") {
+      this.#dollars();
     } else if (mark === "[" || mark === "!") {
       this.#link();
     } else {
@@ -92,6 +110,37 @@ class Line {
   #run(mark, at) {
     while (this.#text[at] === mark) at += 1;
     return at;
+  }
+
+  /** Take a formula up to `close`, if there is something in it. Return whether it was one. */
+  #formula(begin, close, end, display) {
+    const tex = this.#text.slice(begin, close);
+    if (!tex.trim()) return false;
+    this.#take(formula(tex, this.#text.slice(this.#at, end), display), end);
+    return true;
+  }
+
+  /** Take a formula of the form `\(x\)` or `\[x\]`. Return whether there was one. */
+  #bracketed(mark) {
+    const closing = { "(": "\\)", "[": "\\]" }[mark], begin = this.#at + 2;
+    if (!closing || this.#unclosed.has(closing)) return false;
+    const close = this.#text.indexOf(closing, begin);
+    // Nor will there be one further on: looking again would take quadratic time.
+    if (close < 0) this.#unclosed.add(closing);
+    return close >= 0 && this.#formula(begin, close, close + 2, mark === "[");
+  }
+
+  /** Take a formula of the form `$x$` or `$$x$$`, which ends at the next dollar: those of prices and variables are text. */
+  #dollars() {
+    const at = this.#at, text = this.#text, begin = this.#run("$", at), size = begin - at;
+    const close = size > 2 ? -1 : this.#nextDollar(begin), end = close + size;
+    const closes = close >= 0 && this.#run("$", close) === end && (size === 2 || isFormula(text, at, close));
+    if (!closes || !this.#formula(begin, close, end, size === 2)) this.#take(text.slice(at, begin), begin);
+  }
+
+  #nextDollar(at) {
+    for (const text = this.#text; at < text.length; at += text[at] === "\\" ? 2 : 1) if (text[at] === "$") return at;
+    return -1;
   }
 
   #code() {
@@ -179,6 +228,14 @@ class Line {
   }
 }
 
+/** Return whether what stands between the dollars at `at` and `close` is a formula, and not a price or a shell's variable. */
+function isFormula(text, at, close) {
+  const before = text[at - 1] ?? " ", last = text[close - 1], after = text[close + 1] ?? " ";
+  if (WORD.test(before) || SPACE.test(text[at + 1]) || SPACE.test(last) || /\d/.test(after)) return false;
+  // As in "the $n$th".
+  return !WORD.test(after) || /[\w)}\]']/.test(last);
+}
+
 /** Return the address in the parentheses at `at`, and the place behind them; null if there is none. */
 function destination(text, at) {
   const none = [null, 0];
@@ -207,6 +264,12 @@ function destination(text, at) {
     spaces();
   }
   return text[at] === ")" ? [address, at + 1] : none;
+}
+
+/** Return how a line begins a formula that it does not end, and the rest of it; null if it begins none. */
+function openFormula(text) {
+  const opening = text.slice(0, 2), line = text.slice(2);
+  return opening in CLOSING && !line.includes(CLOSING[opening]) ? { opening, line } : null;
 }
 
 /** Return whether a line is a rule: three or more of one mark, and blanks. */
@@ -254,6 +317,8 @@ const inline = (text) => new Line(text).parts();
 export class Markdown {
   // Where the next line goes on: the marker of an open code block and its language, the element that it would continue, the open lists.
   #fence = ""; #language = ""; #open = null; #lists = [];
+  // The open formula of several lines: its closing mark, its source so far, and its place.
+  #formula = null;
   // The last line of the open paragraph and its nodes: a table's head, if the next line describes columns. The open table.
   #head = null; #table = null;
   #place; #rest = ""; #made = []; #draft = [];
@@ -268,13 +333,13 @@ export class Markdown {
     for (const line of lines) this.#line(line);
     for (; this.#rest.length > LONGEST; this.#rest = this.#rest.slice(LONGEST)) this.#line(this.#rest.slice(0, LONGEST), "");
     // The line that has not ended is a draft, for the next call to take away. What may begin a code block has none.
-    const state = [this.#fence, this.#language, this.#open, [...this.#lists], this.#head, this.#table];
+    const state = [this.#fence, this.#language, this.#open, [...this.#lists], this.#head, this.#table, this.#formula];
     this.#made = [];
     // Nor has the line that makes the line before it the head of a table.
     const begins = /^\s*(`{1,3}[^`]*|~{2,3}[^~]*)$/.test(this.#rest) || (this.#head && /^[-:|\s]+$/.test(this.#rest));
     if (this.#rest && !begins) this.#line(this.#rest, "");
     this.#draft = this.#made;
-    [this.#fence, this.#language, this.#open, this.#lists, this.#head, this.#table] = state;
+    [this.#fence, this.#language, this.#open, this.#lists, this.#head, this.#table, this.#formula] = state;
   }
 
   #add(parent, children) {
@@ -292,6 +357,7 @@ export class Markdown {
       else this.#add(this.#open, joined([...highlighted(line, this.#language), end]));
       return;
     }
+    if (this.#formula && this.#goOn(line)) return;
     const indent = /^\s*/.exec(line)[0].length, item = indent > 1 && this.#lists.at(-1)?.item, text = line.trim();
     const head = this.#head, columns = head && alignments(text);
     this.#head = null;
@@ -313,6 +379,8 @@ export class Markdown {
       this.#add(item || this.#place, [block]);
     } else if (!text) {
       this.#open = null;
+    } else if ((found = openFormula(text))) {
+      this.#beginFormula(found, item || this.#place);
     } else if (columns && columns.length === cells(head.text).length) {
       this.#begin(head, columns, item);
     } else if ((found = /^(#{1,6})\s+(.*)$/s.exec(text))) {
@@ -333,6 +401,33 @@ export class Markdown {
       this.#block("p", text);
       this.#note(text, [this.#open]);
     }
+  }
+
+  #beginFormula({ opening, line }, parent) {
+    const source = el("code", `${opening}${line}\n`), place = el("div.formula", source);
+    this.#add(parent, [place]);
+    this.#open = null;
+    this.#formula = { opening, tex: `${line}\n`, source, place };
+  }
+
+  /** Add a line to the open formula. Return whether it is part of it: a blank line, or too many, end what stays a source. */
+  #goOn(line) {
+    const { opening, tex, source, place } = this.#formula, close = line.indexOf(CLOSING[opening]);
+    const all = tex + (close < 0 ? `${line}\n` : line.slice(0, close));
+    if (!line.trim() || all.length > MAX_FORMULA) {
+      this.#formula = null;
+      return false;
+    }
+    if (close < 0) {
+      this.#add(source, [`${line}\n`]);
+      this.#formula = { ...this.#formula, tex: all };
+      return true;
+    }
+    // The style hides the source when the formula is behind it. So a draft leaves it there.
+    const rest = line.slice(close + 2).trim();
+    this.#add(place, [formula(all, opening + all + CLOSING[opening], true), ...(rest ? [filled(el("p"), inline(rest))] : [])]);
+    this.#formula = null;
+    return true;
   }
 
   /** Keep a line that can be the head of a table. */
@@ -373,7 +468,9 @@ export class Markdown {
     if (last && !deeper) this.#lists.pop();
     const list = !deeper && last?.list.tagName === kind ? last.list
       : this.#add(this.#lists.at(-1)?.item ?? this.#place, [Object.assign(el(kind.toLowerCase()), number && { start: number })]);
-    this.#open = this.#add(list, [filled(el("li"), inline(withBox(text)))]);
+    const formula = openFormula(text);
+    this.#open = this.#add(list, [filled(el("li"), formula ? [] : inline(withBox(text)))]);
     this.#lists.push({ indent, list, item: this.#open });
+    if (formula) this.#beginFormula(formula, this.#open);
   }
 }

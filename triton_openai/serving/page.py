@@ -13,13 +13,16 @@ from aiohttp import web
 
 from triton_openai.access.keys import ROUTE_GROUPS
 
-_SCRIPTS = ("page", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech")
+#: Scripts that an answer's first formula loads: what shows it, and Temml as it was published.
+LATER = ("math", "temml")
+_SCRIPTS = ("page", "branches", "chat", "chats", "code", "docs", "common", "highlight", "markdown", "speech", *LATER)
 #: By path: the file, and its type.
 FILES = {
     "/": ("index.html", "text/html"),
     "/docs": ("docs.html", "text/html"),
     **{f"/page/{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
     "/page/style.css": ("style.css", "text/css"),
+    "/page/math.css": ("math.css", "text/css"),
 }
 #: Nothing comes from elsewhere, nothing runs that is not in the files, and no other site shows them in a frame. What is
 #: played, the page has made itself.

@@ -37,6 +37,7 @@ class Node {
 }
 
 globalThis.document = {
+  head: new Node("head"),
   createElement: (tag) => new Node(tag),
   createTextNode: (text) => new Node("", text),
 };

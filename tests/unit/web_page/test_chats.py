@@ -23,7 +23,9 @@ def chat(**message: Any) -> Any:
 RIGHT = (
     chat(),
     chat(role="tool", tool_call_id="a"),
+    chat(model="m", audio=["data:audio/wav;base64,AAAA"]),
     chat(images=[_IMAGE], reasoning="why", tool_calls=[_CALL], note="n", error="e"),
+    chat(branches={"index": 1, "tails": [chat()["messages"]]}),
     {**chat(), "title": 1, "changed": "x", "draft": None, "settings": None},
 )
 WRONG = (
@@ -34,11 +36,22 @@ WRONG = (
     chat(content=None),
     chat(reasoning={"length": 5}),
     chat(images=5),
+    chat(model=["m"]),
+    chat(audio="data:audio/wav;base64,AAAA"),
+    chat(audio=[_IMAGE]),
     chat(images=["/v1/files"]),
     chat(images=["http://example.com/a.png"]),
     chat(tool_calls="abc"),
     chat(tool_calls=[None]),
     chat(tool_calls=[{"id": "a"}]),
+    chat(branches=None),
+    chat(branches={"index": 0, "tails": []}),
+    chat(branches={"index": 0, "tails": [[]]}),
+    chat(branches={"index": 0, "tails": "abc"}),
+    chat(branches={"index": 0, "tails": ["abc"]}),
+    chat(branches={"index": 0, "tails": [[None]]}),
+    chat(branches={"index": 0.5, "tails": [chat()["messages"]]}),
+    chat(branches={"index": 2, "tails": [chat()["messages"]]}),
 )
 
 
@@ -54,7 +67,7 @@ def test_chats_of_files_and_of_other_tabs() -> None:
     made = json.loads(done.stdout)
     assert [True] * len(RIGHT) + [False] * len(WRONG) == made["taken"]
     assert ["one", "three", "two"] == made["texts"]
-    assert made["changed"]
+    assert (True, True) == (made["changed"], made["same"])
     assert ["draft"] == made["drafts"]
     assert 1_000 > made["typed"].pop("largest")
     drafts = {"afterReload": "Hey", "afterLeaving": "Hey", "afterSending": "", "ofNew": "new"}
