@@ -17,14 +17,12 @@ from aiohttp import ClientWebSocketResponse, WSMsgType
 
 from tests.clients.service import steered
 from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
-from tests.scrape import scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.app import SERVICE
 from triton_openai.draining import DRAINING
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 _PATH = "/v1/responses"
-_INPUT_TOKENS = "triton_openai_input_tokens_sum"
 
 
 class Socket:
@@ -144,11 +142,8 @@ async def test_a_stored_response(proxies: dict[str, Proxy]) -> None:
 async def test_preparation(proxies: dict[str, Proxy]) -> None:
     """A response that is only prepared has no output, and the next one goes on from its input."""
     async with connected(proxies["http"]) as socket:
-        before = await scrape(proxies["http"])
         await socket.ask("many words to begin with", generate=False, store=False)
         created, completed = await socket.events()
-        after = await scrape(proxies["http"])
-        assert before.sum(_INPUT_TOKENS) < after.sum(_INPUT_TOKENS)
         assert ("response.created", "response.completed") == (created["type"], completed["type"])
         assert [] == completed["response"]["output"]
         await socket.ask("x", store=False, previous_response_id=completed["response"]["id"])

@@ -82,10 +82,9 @@ async def prewarm(service: Service, call: Call[ResponsesRequest], recent: Recent
     made = _begun(context, recent)
     async with _conversation(context, made) as (asked, _):
         # Renders and tokenizes the prompt, so that what is wrong with it shows now.
-        call.record.input_tokens = await agents.count_tokens(asked)
-    if call.reservation is not None:
-        # The next response asks the model, and is charged for the tokens.
-        call.reservation.close(0)
+        await agents.count_tokens(asked)
+    # The next response asks the model, and is charged for them.
+    call.record.input_tokens = 0
     made.response.status = "completed"
     made.response.completed_at = now()
     await made.finalize()
