@@ -17,15 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.clients import forked_worker
 from triton_openai.cli import main
 from triton_openai.media import voice_activity
 from triton_openai.serving import admission
-from triton_openai.serving.workers import pool
 from triton_openai.telemetry.streams import drain
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["triton_openai.cli.serve", "triton_openai.cli.worker_process", __name__])
+_CONTEXT.set_forkserver_preload(["triton_openai.cli.serve", __name__])
 # Recordings of tests are tones, which are no speech to Silero's network.
 voice_activity.silero_available = lambda: False
 
@@ -92,7 +90,6 @@ def _run(
         os.dup2(stderr.fileno(), 2)
     # How late its event loop is says how busy the machine is, and such a service refuses requests.
     admission._MAX_LOOP_LAG = math.inf
-    pool.start_process = forked_worker.start_process
     if first is not None:
         first()
     # The arguments of the process: a service that owns its process also logs what native libraries print.

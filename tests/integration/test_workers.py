@@ -340,17 +340,12 @@ def test_settings_that_no_worker_can_use(
 
 
 def test_one_triton_for_all(tmp_path: Path) -> None:
-    """
-    The Triton that is started here is the parent's; the workers wait for it, and it goes with the service.
-
-    All are interpreters of their own, as an operator's: those of the other tests are forked.
-    """
+    """The Triton that is started here is the parent's; the workers wait for it, and it goes with the service."""
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
     with serving(
         tmp_path,
         *("--workers", "2", "--model-repository", str(repository.path)),
         settings={"triton": {"refresh_interval": 0.2}},
-        fork=False,
         XDG_RUNTIME_DIR=str(tmp_path),
     ) as service:
         assert ["text_embedding"] == [model["name"] for model in service.banner["models"]]

@@ -88,7 +88,15 @@ class WorkerProcess:
             environment = {**environment, "PYTHONSAFEPATH": "1"}
         with theirs:
             try:
-                process = await start_process(theirs.fileno(), numbers, environment)
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "triton_openai.cli.worker_process", str(theirs.fileno())),
+                    env=environment,
+                    stdin=PIPE,
+                    stdout=original_descriptor("stdout"),
+                    stderr=original_descriptor("stderr"),
+                    pass_fds=(theirs.fileno(), *numbers),
+                    start_new_session=True,
+                )
                 channel = await Channel.open(ours)
             except BaseException:
                 ours.close()
@@ -150,21 +158,6 @@ class WorkerProcess:
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
-
-
-async def start_process(
-    channel: int, sockets: Sequence[int], environment: Mapping[str, str]
-) -> asyncio.subprocess.Process:
-    """Start the interpreter of a worker with the descriptors of its *channel* and of its listening *sockets*."""
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "triton_openai.cli.worker_process", str(channel)),
-        env=environment,
-        stdin=PIPE,
-        stdout=original_descriptor("stdout"),
-        stderr=original_descriptor("stderr"),
-        pass_fds=(channel, *sockets),
-        start_new_session=True,
-    )
 
 
 class Pool:
