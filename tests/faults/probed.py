@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import gc
 import json
@@ -100,7 +101,7 @@ def watch(file: Path, *, strict: bool) -> None:
     """Write into *file* when asked; if *strict*, what only the collector of cycles finds counts as left behind."""
     libc = ctypes.CDLL(None)
 
-    def tell(*_: object) -> None:
+    def tell() -> None:
         draft = file.with_suffix(".draft")
         draft.write_text(json.dumps(state(strict=strict)))
         # What is free goes back to the system, so that the process's size is what it holds.
@@ -112,7 +113,12 @@ def watch(file: Path, *, strict: bool) -> None:
         # What is imported before the service is made stays out of each look, and the service freezes nothing more.
         gc.freeze()
         gc.freeze = lambda: None
-    signal.signal(signal.SIGUSR1, tell)
+
+    def tell_between_callbacks(*_: object) -> None:
+        # The handler of a signal runs anywhere, also while one of the counted objects is being made.
+        asyncio.get_running_loop().call_soon_threadsafe(tell, context=contextvars.Context())
+
+    signal.signal(signal.SIGUSR1, tell_between_callbacks)
 
 
 def time_turns(file: Path, longest: float) -> None:
